@@ -73,7 +73,7 @@ pub const DIRECTION: [(&str, &[&str]); 18] = [
 
 /// The modules of `crates/migration`, and which others each may import. The two ends of a migration
 /// do not import each other; modules that both use import neither.
-pub const MIGRATION_MODULES: [(&str, &[&str]); 15] = [
+pub const MIGRATION_MODULES: [(&str, &[&str]); 16] = [
     ("host", &[]),
     ("channel", &["host"]),
     ("files", &["host"]),
@@ -89,6 +89,7 @@ pub const MIGRATION_MODULES: [(&str, &[&str]); 15] = [
     ("left_behind", &["context", "disks", "host", "status"]),
     ("source", &BELOW_THE_ENDS),
     ("destination", &BELOW_THE_ENDS),
+    ("residue", &["context"]),
     (
         "companions",
         &[
@@ -115,6 +116,7 @@ pub const MIGRATION_MODULES: [(&str, &[&str]); 15] = [
             "handover",
             "host",
             "limits",
+            "residue",
             "source",
             "status",
         ],

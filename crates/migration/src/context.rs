@@ -2,10 +2,11 @@
 
 use crate::disks::base_images::Orders;
 use crate::disks::lazy_base_images::ComingFronts;
-use crate::handover::fence::Marks;
 use crate::host::lock::lock;
+use crate::host::marks::Marks;
 use crate::host::retained_qemus::RetainedQemus;
 use crate::host::state::Parts;
+use crate::host::sweeper::Sweeper;
 use crate::limits::bandwidth::Throttle;
 use crate::limits::peer_quota::Allowances;
 use crate::limits::shared_dedup::Gangs;
@@ -18,7 +19,6 @@ use longhaul_storage::{Journals, Rights};
 use longhaul_transport::Endpoint;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use tokio::sync::Notify;
 
 /// Weight of one new measurement in the moving average of a link's rate.
 const RATE_WEIGHT: f64 = 0.02;
@@ -69,8 +69,7 @@ pub(crate) struct Context {
     pub(crate) gangs: Gangs,
     pub(crate) throttle: Throttle,
     pub(crate) retained_qemus: RetainedQemus,
-    /// Wakes the task that removes or ends exports.
-    pub(crate) exports_left: Notify,
+    pub(crate) sweeper: Sweeper,
     pub(crate) orders: Orders,
     pub(crate) coming: ComingFronts,
     /// The content of files that were compared with those of other hosts.

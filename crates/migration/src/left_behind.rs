@@ -137,7 +137,7 @@ pub(crate) async fn resume(context: &Arc<Context>, guest: &str) -> Result<(), Ap
     }
     if let Err(error) = exports::take_out(state, &found, &qmp).await {
         tracing::error!(guest, %error, "still below a disk");
-        context.keep_sweeping_fronts();
+        context.sweeper.wake();
     }
     Ok(())
 }

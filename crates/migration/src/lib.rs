@@ -28,6 +28,7 @@ pub mod host;
 mod left_behind;
 mod limits;
 mod recovery;
+mod residue;
 mod source;
 mod status;
 mod verify;
@@ -36,12 +37,13 @@ use crate::context::Context;
 use crate::destination::Destination;
 use crate::disks::base_images::Orders;
 use crate::disks::lazy_base_images::ComingFronts;
-use crate::handover::fence::Marks;
 use crate::host::incarnation;
 use crate::host::limited_hosts::LimitedHosts;
+use crate::host::marks::Marks;
 use crate::host::retained_qemus::RetainedQemus;
 use crate::host::start_error::StartError;
 use crate::host::state::Parts;
+use crate::host::sweeper::Sweeper;
 use crate::limits::bandwidth::Throttle;
 use crate::limits::peer_quota::Allowances;
 use crate::limits::shared_dedup::Gangs;
@@ -61,7 +63,7 @@ use longhaul_storage::{Journals, Rights};
 use longhaul_transport::{CloseCode, Endpoint, EndpointConfig, Hello, ProbeConfig};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 pub use crate::context::{Holder, Right};
@@ -88,14 +90,16 @@ impl Manager {
         let cannot = |what: &str, error: &dyn std::fmt::Display| {
             StartError::new(format!("cannot {what}: {error}"))
         };
-        disks::remove_unfinished_notes(state)
+        let residues = companions::residues();
+        let opened = residues.iter().try_for_each(|residue| residue.open(state));
+        opened
             .map_err(|error| cannot("remove what an earlier agent was noting of disks", &error))?;
         let journals = Journals::open(&state.join("journal"))
             .map_err(|error| cannot("use the journals", &error))?;
         let rights = Rights::open(&state.join("rights"))
             .map_err(|error| cannot("read who may run which guest", &error))?;
-        let marks = Marks::open(&state.join("marks"))
-            .map_err(|error| cannot("make the folder of marks", &error))?;
+        let marks =
+            Marks::open(state).map_err(|error| cannot("make the folder of marks", &error))?;
         let archive = Archive::open(&state.join("reports"))
             .map_err(|error| cannot("make the folder of reports", &error))?;
         let software = format!("longhaul {}", env!("CARGO_PKG_VERSION"));
@@ -132,7 +136,7 @@ impl Manager {
             gangs,
             throttle,
             retained_qemus: RetainedQemus::default(),
-            exports_left: Notify::new(),
+            sweeper: Sweeper::default(),
             orders: Orders::default(),
             coming: ComingFronts::default(),
             contents: Arc::default(),
@@ -159,12 +163,7 @@ impl Manager {
                     "nothing was changed: repair what the message names, and start the agent again",
                 )
             })?;
-        context.sweep_marks();
-        tokio::task::block_in_place(|| disks::images::sweep(&context));
-        context.sweep_fronts_for_ever();
-        context.keep_sweeping_fronts();
-        context.keep_sweeping_coming();
-        context.keep_sweeping_kept_memory();
+        residue::sweep(&context, residues);
         let accepting = tokio::spawn(destination::dispatch::accept(destination.clone()));
         Ok(Arc::new(Self {
             context,

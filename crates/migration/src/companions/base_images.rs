@@ -1,10 +1,22 @@
 //! The base images below a guest's disks as a companion.
 
+use crate::context::Context;
 use crate::destination::companion::{About, Companion, Offered, Step};
 use crate::destination::qemu::DestinationQemu;
 use crate::disks::base_images::ComingBases;
+use crate::disks::lazy_base_images;
+use crate::residue::{Again, Residue};
 use longhaul_protocol::message::{Refusal, RefusalCode, Summary};
+use std::collections::BTreeSet;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Mutex;
 use tokio::task::block_in_place;
+
+/// Interval between checks of the progress of images that arrive while guests run.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 pub(super) struct Arrival {
     about: About,
@@ -75,5 +87,28 @@ impl Companion for Arrival {
         let read = self.coming.as_ref();
         let read = read.map(|coming| coming.read_bytes(&self.about.context));
         summary.repository_bytes += read.unwrap_or_default();
+    }
+}
+
+/// Exports of base images that no disk uses, or that are complete.
+#[derive(Default)]
+pub(super) struct Exports {
+    /// The notes that were logged as unreadable.
+    logged: Mutex<BTreeSet<PathBuf>>,
+}
+
+impl Residue for Exports {
+    fn open(&self, state: &Path) -> io::Result<()> {
+        lazy_base_images::notes_in(state).remove_unfinished()
+    }
+
+    fn sweep<'a>(&'a self, context: &'a Arc<Context>) -> Step<'a, Again> {
+        Box::pin(async move {
+            let mut logged = self.logged.lock().await;
+            match context.sweep_coming(&mut logged).await {
+                true => None,
+                false => Some(LOOK_EVERY),
+            }
+        })
     }
 }

@@ -1,9 +1,11 @@
 //! The exports below a guest's disks as a companion.
 
+use crate::context::Context;
 use crate::destination::companion::{About, Companion, Offered, Step};
 use crate::destination::qemu::DestinationQemu;
 use crate::disks::exports::{self, Comes};
 use crate::disks::images::grows;
+use crate::residue::{Again, Residue};
 use crate::source::companion as source;
 use crate::source::disk_graph::GraphWatch;
 use crate::source::exports::Fronts;
@@ -14,7 +16,15 @@ use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::message::Refusal;
+use std::collections::BTreeSet;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Mutex;
+
+/// Interval between attempts to remove an export.
+const AGAIN_EVERY: Duration = Duration::from_secs(2);
 
 /// The exports below disks of which a part may arrive while the guest runs.
 pub(super) struct Arrival(About);
@@ -58,7 +68,8 @@ impl Companion for Arrival {
     }
 }
 
-/// The exports below disks that move, and the watch for changes that others make to the block graph.
+/// The exports below disks that move, and the watch for changes that others make to the block
+/// graph.
 pub(super) struct Departure {
     about: source::About,
     fronts: Fronts,
@@ -140,7 +151,30 @@ impl source::Companion for Departure {
             if let Err(error) = exports::take_out(state, guest, qmp).await {
                 tracing::error!(guest = guest.name(), %error, "still below a disk");
             }
-            context.keep_sweeping_fronts();
+            context.sweeper.wake();
+        })
+    }
+}
+
+/// Exports of guests that no migration uses.
+#[derive(Default)]
+pub(super) struct Exports {
+    /// The notes that were logged as unreadable.
+    logged: Mutex<BTreeSet<PathBuf>>,
+}
+
+impl Residue for Exports {
+    fn open(&self, state: &Path) -> io::Result<()> {
+        exports::notes_in(state).remove_unfinished()
+    }
+
+    fn sweep<'a>(&'a self, context: &'a Arc<Context>) -> Step<'a, Again> {
+        Box::pin(async move {
+            let mut logged = self.logged.lock().await;
+            match context.sweep_exports(&mut logged).await {
+                true => None,
+                false => Some(AGAIN_EVERY),
+            }
         })
     }
 }

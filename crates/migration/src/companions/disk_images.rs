@@ -1,9 +1,14 @@
 //! The images of a guest's local disks as a companion.
 
+use crate::context::Context;
 use crate::destination::companion::{About, Companion, Offered, Step};
 use crate::disks::images;
+use crate::residue::{Again, Residue};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Check, Refusal, RefusalCode, Verdict};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
 use tokio::task::block_in_place;
 
 pub(super) struct Arrival(About);
@@ -58,5 +63,19 @@ impl Companion for Arrival {
 
     fn finished(&mut self) {
         block_in_place(|| images::sweep(&self.0.context));
+    }
+}
+
+/// Images of guests that did not come, and notes of guests that did.
+pub(super) struct Images;
+
+impl Residue for Images {
+    fn open(&self, state: &Path) -> io::Result<()> {
+        images::notes_in(state).remove_unfinished()
+    }
+
+    fn sweep<'a>(&'a self, context: &'a Arc<Context>) -> Step<'a, Again> {
+        block_in_place(|| images::sweep(context));
+        Box::pin(async { None })
     }
 }

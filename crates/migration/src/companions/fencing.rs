@@ -1,8 +1,11 @@
 //! The mark that keeps a guest that left from being started here, as a companion.
 
+use crate::context::Context;
+use crate::residue::{Again, Residue};
 use crate::source::companion::{About, Companion, Step};
 use longhaul_api::{ApiError, Check};
 use longhaul_hypervisor::guest::Guest;
+use std::sync::Arc;
 use tokio::task::block_in_place;
 
 pub(super) struct Departure(About);
@@ -33,11 +36,14 @@ impl Companion for Departure {
             block_in_place(|| context.mark(guest.description(), host, next.0))
         })
     }
+}
 
-    fn finished(&mut self, here: bool) -> Step<'_, ()> {
-        if here {
-            block_in_place(|| self.0.context.sweep_marks());
-        }
-        Box::pin(async {})
+/// Marks of guests that belong to this host again.
+pub(super) struct Marks;
+
+impl Residue for Marks {
+    fn sweep<'a>(&'a self, context: &'a Arc<Context>) -> Step<'a, Again> {
+        block_in_place(|| context.sweep_marks());
+        Box::pin(async { None })
     }
 }

@@ -1,10 +1,18 @@
 //! The content of a guest that this host has already, as a companion: the guest's former memory and
 //! disks, and the content index.
 
+use crate::context::Context;
 use crate::destination::companion::{About, Companion, Offered, Step};
 use crate::destination::local_content::Kept;
+use crate::residue::{Again, Residue};
 use longhaul_protocol::message::Refusal;
+use longhaul_storage::Holder;
+use std::sync::Arc;
+use std::time::Duration;
 use tokio::task::block_in_place;
+
+/// Interval at which outdated memory is removed.
+const SWEEP_EVERY: Duration = Duration::from_secs(600);
 
 pub(super) struct Arrival(About);
 
@@ -29,7 +37,24 @@ impl Companion for Arrival {
 
     /// The guest's memory is here, so the cached one is not needed any more.
     fn running(&mut self) -> Option<Step<'static, ()>> {
-        let context = self.0.context.clone();
-        Some(Box::pin(async move { context.forget_kept_memory() }))
+        self.0.context.sweeper.wake();
+        None
+    }
+}
+
+/// Cached memory of guests that are here again, and outdated memory.
+pub(super) struct CachedMemory;
+
+impl Residue for CachedMemory {
+    fn sweep<'a>(&'a self, context: &'a Arc<Context>) -> Step<'a, Again> {
+        Box::pin(async move {
+            let kept = context.parts.kept_memory.as_ref()?;
+            let is_here = |guest: &str| {
+                let right = context.rights.get(guest).ok().flatten();
+                right.is_some_and(|right| right.holder == Holder::Here)
+            };
+            block_in_place(|| kept.sweep(&is_here));
+            Some(SWEEP_EVERY)
+        })
     }
 }

@@ -10,6 +10,7 @@ mod local_content;
 mod shared_files;
 
 use crate::destination::companion as destination;
+use crate::residue::Residue;
 use crate::source::companion as source;
 
 /// Creates the companions of a guest at its destination, in the order of their steps.
@@ -32,5 +33,16 @@ pub(crate) fn at_source(about: &source::About) -> Vec<Box<dyn source::Companion>
         Box::new(fencing::Departure::new(about())),
         Box::new(hooks::Departure::new(about())),
         Box::new(disk_exports::Departure::new(about())),
+    ]
+}
+
+/// Returns what companions leave on a host.
+pub(crate) fn residues() -> Vec<Box<dyn Residue>> {
+    vec![
+        Box::new(fencing::Marks),
+        Box::new(disk_images::Images),
+        Box::<disk_exports::Exports>::default(),
+        Box::<base_images::Exports>::default(),
+        Box::new(local_content::CachedMemory),
     ]
 }

@@ -1,5 +1,5 @@
-//! The files of a guest that do not move, as a companion: they are compared before QEMU is launched,
-//! and QEMU must have opened the compared ones.
+//! The files of a guest that do not move, as a companion: they are compared before QEMU is
+//! launched, and QEMU must have opened the compared ones.
 
 use crate::destination::companion::{About, Companion, Offered, Step};
 use crate::destination::files::{self, Proof};

@@ -10,28 +10,21 @@
 //! An unreadable note affects only its own export.
 
 use crate::disks::{export_process, left_images};
-use crate::host::atomic_file;
+use crate::host::notes::{All, Note, NoteStore};
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::helper::Helper;
-use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_storage::front::{Control, FrontFolder};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fmt::Display;
-use std::fs::{self, File, Permissions};
-use std::io::{self, Read};
+use std::fs::{self, Permissions};
+use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use tokio::task::block_in_place;
 
-/// Limit on the size of a note, in bytes.
-const NOTE_BYTES_MAX: u64 = 64 << 10;
-const NOTE: &str = "note";
-
-/// The purpose of an export.
-pub(crate) trait Note: Serialize + DeserializeOwned {
+/// The note of an export's purpose.
+pub(crate) trait ExportNote: Note {
     /// Returns the name of the supervisor, which is unique on this machine, also among other
     /// agents.
     fn helper_name(&self) -> String;
@@ -127,40 +120,36 @@ impl Unreadable {
     }
 }
 
-/// Reads all notes in a folder. An unreadable note does not affect the others.
-pub(crate) fn notes<N: Note>(above: &Path) -> io::Result<Notes<N>> {
-    let mut found = Notes::default();
-    let entries = match fs::read_dir(above) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(found),
-        other => other?,
-    };
-    let mut folders = Vec::new();
-    for entry in entries {
-        let path = entry?.path();
-        if path.extension().is_some_and(|end| end == NOTE) {
-            folders.push(path.with_extension(""));
-        }
-    }
-    folders.sort();
-    for folder in folders {
-        match Noted::read(folder.clone()) {
-            Ok(noted) => found.noted.push(noted),
-            // It has been removed since.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(why) => found.unreadable.push(Unreadable { folder, why }),
-        }
-    }
-    Ok(found)
+/// Reads all notes of a kind. An unreadable note does not affect the others.
+pub(crate) fn notes<N: ExportNote>(state: &Path) -> io::Result<Notes<N>> {
+    let store = NoteStore::<N>::of(state);
+    let All { notes, unreadable } = store.all()?;
+    let folder = |name: &str| store.folder().join(name);
+    Ok(Notes {
+        noted: notes
+            .into_iter()
+            .map(|(name, note)| Noted::new(folder(&name), note))
+            .collect(),
+        unreadable: unreadable
+            .into_iter()
+            .map(|(name, why)| Unreadable {
+                folder: folder(&name),
+                why,
+            })
+            .collect(),
+    })
 }
 
-/// Creates the folder for exports and their notes.
-pub(crate) fn create_above(above: &Path) -> io::Result<()> {
-    create_folder(&RealFiles, above)?;
+/// Creates the folder for exports and their notes, and returns it.
+pub(crate) fn create_above<N: ExportNote>(state: &Path) -> io::Result<PathBuf> {
+    let store = NoteStore::<N>::of(state);
+    store.create()?;
     // QEMU's account passes through this folder to its socket.
-    fs::set_permissions(above, Permissions::from_mode(0o711))
+    fs::set_permissions(store.folder(), Permissions::from_mode(0o711))?;
+    Ok(store.folder().to_owned())
 }
 
-impl<N: Note> Noted<N> {
+impl<N: ExportNote> Noted<N> {
     /// Creates the note in memory, for an export that does not exist yet.
     pub(crate) fn new(folder: PathBuf, note: N) -> Self {
         Self { note, folder }
@@ -168,20 +157,15 @@ impl<N: Note> Noted<N> {
 
     /// Reads the note of an export's folder.
     pub(crate) fn read(folder: PathBuf) -> io::Result<Self> {
-        let path = note_of(&folder);
-        let of_path =
-            |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-        let mut text = Vec::new();
-        let file = File::open(&path).map_err(of_path)?;
-        let read = file.take(NOTE_BYTES_MAX).read_to_end(&mut text);
-        read.map_err(of_path)?;
-        let note = serde_json::from_slice(&text).map_err(|error| of_path(error.into()))?;
+        let (store, name) = store_of(&folder);
+        let note = store.read(&name)?;
         Ok(Self { note, folder })
     }
 
     /// Returns whether an export's folder has a note.
     pub(crate) fn is_noted(folder: &Path) -> bool {
-        note_of(folder).exists()
+        let (store, name) = store_of::<N>(folder);
+        store.exists(&name)
     }
 
     pub(crate) fn read_again(&mut self) -> io::Result<()> {
@@ -190,8 +174,8 @@ impl<N: Note> Noted<N> {
     }
 
     pub(crate) fn write(&self) -> io::Result<()> {
-        let text = serde_json::to_vec(&self.note).map_err(io::Error::other)?;
-        atomic_file::write(&note_of(&self.folder), &text)
+        let (store, name) = store_of(&self.folder);
+        store.write(&name, &self.note)
     }
 
     pub(crate) fn error(&self, why: &dyn Display) -> FrontError {
@@ -247,8 +231,8 @@ impl<N: Note> Noted<N> {
     /// Removes the note, and then the export's files. A folder without a note is removed when its
     /// name is needed again.
     pub(crate) fn remove(&self) -> Result<(), FrontError> {
-        let removed = remove_if_there(&note_of(&self.folder));
-        removed.map_err(|error| self.error(&error))?;
+        let (store, name) = store_of::<N>(&self.folder);
+        store.remove(&name).map_err(|error| self.error(&error))?;
         remove_unnoted(&self.folder).map_err(|error| self.error(&error))
     }
 }
@@ -269,23 +253,27 @@ fn remove_if_there(file: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns the path of the note of an export's folder. The folder's own name may contain dots.
-fn note_of(folder: &Path) -> PathBuf {
-    let mut path = folder.as_os_str().to_owned();
-    path.push(".");
-    path.push(NOTE);
-    PathBuf::from(path)
+/// Returns the store and the name of the note of an export's folder.
+fn store_of<N: ExportNote>(folder: &Path) -> (NoteStore<N>, String) {
+    // The folder is STATE/KIND/NAME.
+    let state = folder.ancestors().nth(2).unwrap_or(Path::new("/"));
+    let name = folder.file_name().unwrap_or_default();
+    (NoteStore::of(state), name.to_string_lossy().into_owned())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde::Deserialize;
+    use serde::{Deserialize, Serialize};
 
     #[derive(Serialize, Deserialize)]
     struct Some;
 
     impl Note for Some {
+        const FOLDER: &'static str = "some";
+    }
+
+    impl ExportNote for Some {
         fn helper_name(&self) -> String {
             unreachable!("nothing is started")
         }
@@ -301,13 +289,14 @@ mod tests {
 
     #[test]
     fn an_unreadable_note_is_its_own_exports_matter() {
-        let above = tempfile::tempdir().unwrap();
-        let folder = |name: &str| above.path().join(name);
+        let state = tempfile::tempdir().unwrap();
+        let above = create_above::<Some>(state.path()).unwrap();
+        let folder = |name: &str| above.join(name);
         Noted::new(folder("db-1.0"), Some).write().unwrap();
         Noted::new(folder("web-7.0"), Some).write().unwrap();
         for wrong in ["", "{", "{\"more\":1}", &"x".repeat(100 << 10)] {
             fs::write(folder("db-1.0.note"), wrong).unwrap();
-            let found = notes::<Some>(above.path()).unwrap();
+            let found = notes::<Some>(state.path()).unwrap();
             assert_eq!(found.noted.len(), 1, "{wrong:.20}");
             assert_eq!(found.noted[0].path(), folder("web-7.0"));
             assert_eq!(found.unreadable.len(), 1);
@@ -321,21 +310,22 @@ mod tests {
     /// guest's next migration for ever.
     #[test]
     fn a_note_goes_before_its_folder() {
-        let above = tempfile::tempdir().unwrap();
-        let folder = above.path().join("web-7.0");
+        let state = tempfile::tempdir().unwrap();
+        let above = create_above::<Some>(state.path()).unwrap();
+        let folder = above.join("web-7.0");
         let noted = Noted::new(folder.clone(), Some);
         noted.write().unwrap();
         // A file cannot be removed as a folder.
         fs::write(&folder, "").unwrap();
         assert!(noted.remove().is_err());
         assert!(!Noted::<Some>::is_noted(&folder));
-        assert!(notes::<Some>(above.path()).unwrap().is_empty());
+        assert!(notes::<Some>(state.path()).unwrap().is_empty());
 
         fs::remove_file(&folder).unwrap();
         fs::create_dir_all(folder.join("own")).unwrap();
         fs::write(export_process::log(&folder), "").unwrap();
         remove_unnoted(&folder).unwrap();
-        assert_eq!(fs::read_dir(above.path()).unwrap().count(), 0);
+        assert_eq!(fs::read_dir(&above).unwrap().count(), 0);
         remove_unnoted(&folder).unwrap();
     }
 }

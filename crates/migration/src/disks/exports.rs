@@ -5,9 +5,10 @@
 //! ([`crate::disks::export_notes`]).
 
 use crate::context::Context;
-use crate::disks::export_notes::{self, Notes, Unreadable};
+use crate::disks::export_notes::{self, ExportNote, Notes, Unreadable};
 use crate::disks::left_images::LeftImage;
 use crate::disks::qcow2;
+use crate::host::notes::{self, NoteStore};
 use crate::host::set_aside::set_aside;
 use crate::status::registry::Taken;
 use longhaul_engine::handover::{Record, Side};
@@ -30,15 +31,11 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::block_in_place;
-use tokio::time::sleep;
 
 pub(crate) use crate::disks::export_notes::FrontError;
 
-/// Interval between attempts to remove an export.
-const AGAIN_EVERY: Duration = Duration::from_secs(2);
 /// Limit on the length of a unix socket's path, in bytes.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
@@ -125,7 +122,11 @@ pub(crate) struct Below<'a> {
 
 pub(crate) type Noted = export_notes::Noted<Note>;
 
-impl export_notes::Note for Note {
+impl notes::Note for Note {
+    const FOLDER: &'static str = "fronts";
+}
+
+impl ExportNote for Note {
     fn helper_name(&self) -> String {
         // Another agent on this machine may have a guest of the same name.
         format!("front-{}", self.node)
@@ -140,13 +141,19 @@ impl export_notes::Note for Note {
     }
 }
 
+/// Returns the folder of the exports and their notes.
 pub(crate) fn folder(state: &Path) -> PathBuf {
-    state.join("fronts")
+    notes_in(state).folder().to_owned()
+}
+
+/// Returns the notes in a state folder.
+pub(crate) fn notes_in(state: &Path) -> NoteStore<Note> {
+    NoteStore::of(state)
 }
 
 /// Reads the notes of all guests.
 fn all_notes(state: &Path) -> io::Result<Notes<Note>> {
-    export_notes::notes(&folder(state))
+    export_notes::notes(state)
 }
 
 /// Reads the notes of a guest. Fails if one of them cannot be read.
@@ -218,8 +225,7 @@ pub(crate) fn random_name() -> io::Result<String> {
 
 /// Creates the folder of an export, after its note.
 pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> io::Result<Noted> {
-    let above = folder(state);
-    export_notes::create_above(&above)?;
+    let above = export_notes::create_above::<Note>(state)?;
     let folder = above.join(format!("{}.{n}", guest.name()));
     let longest = FrontFolder::open(&folder).owner();
     if longest.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
@@ -534,7 +540,7 @@ fn is_committed(journal: &Path) -> bool {
 impl Context {
     /// Removes the exports of guests that no migration uses, which an earlier agent or attempt
     /// left. Returns whether none remains.
-    async fn sweep_fronts(&self, logged: &mut BTreeSet<PathBuf>) -> bool {
+    pub(crate) async fn sweep_exports(&self, logged: &mut BTreeSet<PathBuf>) -> bool {
         let state = &self.parts.config.state;
         let found = match all_notes(state) {
             Ok(found) => found,
@@ -607,25 +613,6 @@ impl Context {
             }
         }
     }
-
-    /// Wakes the sweeping task. It retries until no export remains.
-    pub(crate) fn keep_sweeping_fronts(&self) {
-        self.exports_left.notify_one();
-    }
-
-    /// Starts the sweeping task. To be called once.
-    pub(crate) fn sweep_fronts_for_ever(self: &Arc<Self>) {
-        let context = self.clone();
-        tokio::spawn(async move {
-            let mut logged = BTreeSet::new();
-            loop {
-                context.exports_left.notified().await;
-                while !context.sweep_fronts(&mut logged).await {
-                    sleep(AGAIN_EVERY).await;
-                }
-            }
-        });
-    }
 }
 
 #[cfg(test)]
@@ -661,8 +648,8 @@ pub(crate) mod tests {
     }
 
     fn write(state: &Path, n: usize, note: Note) -> Noted {
-        export_notes::create_above(&folder(state)).unwrap();
-        let folder = folder(state).join(format!("{}.{n}", note.guest));
+        let above = export_notes::create_above::<Note>(state).unwrap();
+        let folder = above.join(format!("{}.{n}", note.guest));
         let noted = Noted::new(folder, note);
         noted.write().unwrap();
         noted

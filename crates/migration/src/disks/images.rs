@@ -9,7 +9,8 @@
 
 use crate::context::Context;
 use crate::disks::{blocks_of, has_format};
-use crate::host::{atomic_file, writable};
+use crate::host::notes::{self, All, NoteStore};
+use crate::host::writable;
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
@@ -18,7 +19,6 @@ use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{MigrationId, RegionId};
 use longhaul_storage::disk::{ExportSize, RawDisk, qcow2};
-use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_storage::{Holder, SetAside, file_name, read_sound_journal};
 use nix::sys::statvfs::statvfs;
 use serde::{Deserialize, Serialize};
@@ -237,7 +237,7 @@ fn enough_room(here: &str, places: &[Place]) -> Result<(), Refusal> {
 /// The images that were created for a guest.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Note {
+pub(crate) struct Note {
     guest: String,
     /// The generation of the right after the migration.
     generation: u64,
@@ -254,13 +254,17 @@ struct Made {
     file: Option<(u64, u64)>,
 }
 
-/// Returns the folder of the notes.
-pub(crate) fn folder(state: &Path) -> PathBuf {
-    state.join("arriving")
+impl notes::Note for Note {
+    const FOLDER: &'static str = "arriving";
 }
 
-fn note_path(context: &Context, migration: MigrationId) -> PathBuf {
-    folder(&context.parts.config.state).join(format!("{migration}.note"))
+fn store(context: &Context) -> NoteStore<Note> {
+    notes_in(&context.parts.config.state)
+}
+
+/// Returns the notes in a state folder.
+pub(crate) fn notes_in(state: &Path) -> NoteStore<Note> {
+    NoteStore::of(state)
 }
 
 /// Creates the images of an offer's disks. Each is noted before it gets its final name.
@@ -272,8 +276,7 @@ pub(crate) fn make(
     if places.is_empty() {
         return Ok(Vec::new());
     }
-    let path = note_path(context, offer.migration);
-    create_folder(&RealFiles, path.parent().unwrap_or(Path::new("/")))?;
+    let (store, name) = (store(context), offer.migration.to_string());
     let fresh = |place: &Place| {
         let mut name = OsString::from(&place.path);
         name.push(format!(".{}", offer.migration));
@@ -289,11 +292,7 @@ pub(crate) fn make(
         generation: offer.generation.0 + 1,
         images: made.collect(),
     };
-    let write = |note: &Note| {
-        let text = serde_json::to_vec(note).map_err(io::Error::other)?;
-        atomic_file::write(&path, &text)
-    };
-    write(&note)?;
+    store.write(&name, &note)?;
     let run_as = context.parts.config.hypervisor.qemu.run_as.as_deref();
     let account = run_as
         .map(Account::of)
@@ -313,7 +312,7 @@ pub(crate) fn make(
         made.file = Some((about.dev(), about.ino()));
         file.sync_all()?;
     }
-    write(&note)?;
+    store.write(&name, &note)?;
     let mut disks = Vec::new();
     for (made, place) in note.images.iter().zip(places) {
         // A link, unlike a rename, does not replace a file that someone else has put there.
@@ -338,29 +337,24 @@ enum Fate {
 /// Removes the images of guests that do not come, and the notes of guests that have arrived. The
 /// journals decide.
 pub(crate) fn sweep(context: &Context) {
-    let entries = match fs::read_dir(folder(&context.parts.config.state)) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return,
+    let All { notes, unreadable } = match store(context).all() {
+        Ok(all) => all,
         Err(error) => return tracing::error!(%error, "cannot look for images that were made"),
-        Ok(entries) => entries,
     };
-    for entry in entries.flatten() {
-        let path = entry.path();
-        if path.extension().is_some_and(|end| end == "note")
-            && let Err(error) = sweep_one(context, &path)
-        {
-            tracing::error!(path = %path.display(), %error, "what was made for a disk is left \
-                over");
+    for (_, error) in unreadable {
+        tracing::error!(%error, "what was made for a disk is left over");
+    }
+    for (name, note) in notes {
+        if let Err(error) = sweep_one(context, &name, &note) {
+            tracing::error!(note = name, %error, "what was made for a disk is left over");
         }
     }
 }
 
-fn sweep_one(context: &Context, path: &Path) -> io::Result<()> {
-    let note: Note = serde_json::from_slice(&fs::read(path)?)?;
-    let migration: Option<MigrationId> = path
-        .file_stem()
-        .and_then(|stem| stem.to_str()?.parse().ok());
-    let migration = migration.ok_or_else(|| io::Error::other("it has no migration's name"))?;
-    match fate(context, migration, &note)? {
+fn sweep_one(context: &Context, name: &str, note: &Note) -> io::Result<()> {
+    let migration = name.parse();
+    let migration = migration.map_err(|_| io::Error::other("it has no migration's name"))?;
+    match fate(context, migration, note)? {
         Fate::Open => return Ok(()),
         Fate::Stay => {}
         Fate::Go => {
@@ -371,7 +365,7 @@ fn sweep_one(context: &Context, path: &Path) -> io::Result<()> {
             note.images.iter().try_for_each(Made::remove)?;
         }
     }
-    fs::remove_file(path)
+    store(context).remove(name)
 }
 
 fn fate(context: &Context, migration: MigrationId, note: &Note) -> io::Result<Fate> {

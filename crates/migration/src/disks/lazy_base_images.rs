@@ -6,9 +6,10 @@
 //! ([`crate::disks::export_notes`]).
 
 use crate::context::Context;
-use crate::disks::export_notes::{self, FrontError, Notes};
+use crate::disks::export_notes::{self, ExportNote, FrontError, Notes};
 use crate::disks::exports::random_name;
 use crate::host::base_images;
+use crate::host::notes::{self, NoteStore};
 use crate::status::registry::Taken;
 use longhaul_hypervisor::disk::base::{Base, settle};
 use longhaul_hypervisor::helper::Helper;
@@ -23,22 +24,17 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
-use tokio::time::sleep;
 
 /// Limit on the disks per export. The export allows a few more connections than this.
 const DISKS_MAX: usize = 12;
-/// Interval between checks of the images' progress.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Number of digits of an id in the name of its folder.
 const FOLDER_DIGITS: usize = 16;
 
 /// A base image that arrives.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Note {
+pub(crate) struct Note {
     image: ImageId,
     export: String,
     /// The supervisor process.
@@ -56,7 +52,11 @@ struct User {
 
 type Noted = export_notes::Noted<Note>;
 
-impl export_notes::Note for Note {
+impl notes::Note for Note {
+    const FOLDER: &'static str = "coming";
+}
+
+impl ExportNote for Note {
     fn helper_name(&self) -> String {
         // Another agent on this machine may have the same base image.
         format!("base-{}", self.export)
@@ -76,7 +76,6 @@ impl export_notes::Note for Note {
 pub(crate) struct ComingFronts {
     /// Held while notes are changed.
     notes: tokio::sync::Mutex<()>,
-    is_swept: AtomicBool,
     /// The bytes read for each image that some migration has counted.
     counted: Mutex<HashMap<ImageId, u64>>,
     /// The last logged reason why an image does not arrive.
@@ -98,18 +97,19 @@ impl ComingFronts {
     }
 }
 
-pub(crate) fn all(state: &Path) -> PathBuf {
-    state.join("coming")
-}
-
 fn folder_of(state: &Path, id: ImageId) -> PathBuf {
     let mut name = id.to_string();
     name.truncate(FOLDER_DIGITS);
-    all(state).join(name)
+    notes_in(state).folder().join(name)
+}
+
+/// Returns the notes in a state folder.
+pub(crate) fn notes_in(state: &Path) -> NoteStore<Note> {
+    NoteStore::of(state)
 }
 
 fn notes(state: &Path) -> io::Result<Notes<Note>> {
-    export_notes::notes(&all(state))
+    export_notes::notes(state)
 }
 
 /// Returns whether the export of a base image can serve more disks.
@@ -183,7 +183,7 @@ impl Context {
         lock(&self.coming.counted).entry(id).or_insert(read);
         drop(notes);
         tracing::info!(guest, disk, image = %id, "its base image comes while it runs");
-        self.keep_sweeping_coming();
+        self.sweeper.wake();
         Ok(Base::Coming {
             socket: folder.socket(),
             export: noted.note.export,
@@ -193,7 +193,7 @@ impl Context {
     /// Returns the note of a base image, which may be new.
     fn noted(&self, id: ImageId) -> io::Result<Noted> {
         let state = &self.parts.config.state;
-        export_notes::create_above(&all(state))?;
+        export_notes::create_above::<Note>(state)?;
         let folder = folder_of(state, id);
         if Noted::is_noted(&folder) {
             let noted = Noted::read(folder)?;
@@ -238,33 +238,14 @@ impl Context {
     }
 
     /// Switches QEMUs to the files of complete base images, and ends exports that no disk uses.
-    /// Repeats this until no export remains.
-    pub(crate) fn keep_sweeping_coming(self: &Arc<Self>) {
-        if self.coming.is_swept.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let context = self.clone();
-        tokio::spawn(async move {
-            let mut logged = BTreeSet::new();
-            loop {
-                context.sweep_coming(&mut logged).await;
-                let held = context.coming.notes.lock().await;
-                if notes(&context.parts.config.state).is_ok_and(|left| left.is_empty()) {
-                    // A note that is written from now on starts a new task.
-                    context.coming.is_swept.store(false, Ordering::Release);
-                    return;
-                }
-                drop(held);
-                sleep(LOOK_EVERY).await;
-            }
-        });
-    }
-
-    async fn sweep_coming(self: &Arc<Self>, logged: &mut BTreeSet<PathBuf>) {
-        let found = match notes(&self.parts.config.state) {
+    /// Returns whether none remains.
+    pub(crate) async fn sweep_coming(self: &Arc<Self>, logged: &mut BTreeSet<PathBuf>) -> bool {
+        let state = &self.parts.config.state;
+        let found = match notes(state) {
             Ok(found) => found,
             Err(error) => {
-                return tracing::error!(%error, "cannot look for base images that come");
+                tracing::error!(%error, "cannot look for base images that come");
+                return false;
             }
         };
         found.log_unreadable(logged);
@@ -275,6 +256,7 @@ impl Context {
                 tracing::error!(image = %id, %error, "a base image is still read as it comes");
             }
         }
+        notes(state).is_ok_and(|left| left.is_empty())
     }
 
     /// Logs why a base image does not arrive, once per reason.
@@ -379,7 +361,6 @@ mod tests {
     }
 
     fn note(state: &Path, id: ImageId, disks: usize) -> Noted {
-        fs::create_dir_all(all(state)).unwrap();
         let note = Note {
             image: id,
             export: "x".repeat(32),

@@ -155,7 +155,9 @@ mod tests {
     const MIGRATION: MigrationId = MigrationId([7; 8]);
     const BYTES: usize = 1 << 20;
 
-    fn left(folder: &Path) -> LeftImage {
+    fn left(state: &Path) -> LeftImage {
+        let folder = &exports::folder(state);
+        fs::create_dir(folder).unwrap();
         let image = folder.join("disk.raw");
         fs::write(&image, vec![7; BYTES]).unwrap();
         fs::write(folder.join("web-7.0.note"), "").unwrap();
@@ -185,11 +187,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let left = left(folder.path());
         left.open().unwrap();
-        let own = folder.path().join("own");
+        let own = exports::folder(folder.path()).join("own");
         fs::rename(&left.image, &own).unwrap();
         fs::copy(&own, &left.image).unwrap();
         let why = refusal(&left);
-        let accept = folder.path().join("web-7.0.accept");
+        let accept = exports::folder(folder.path()).join("web-7.0.accept");
         assert!(why.contains("another inode"), "{why}");
         assert!(why.contains(&*left.image.to_string_lossy()), "{why}");
         assert!(why.contains(&*accept.to_string_lossy()), "{why}");
@@ -223,7 +225,7 @@ mod tests {
         forget(&other.export).unwrap();
         other.open().unwrap();
         // When the export's note is gone, the digests are removed.
-        fs::remove_file(folder.path().join("web-7.0.note")).unwrap();
+        fs::remove_file(exports::folder(folder.path()).join("web-7.0.note")).unwrap();
         other.note_content().unwrap();
         assert!(!other.file(CONTENT).exists());
         forget(&other.export).unwrap();

@@ -10,14 +10,12 @@ pub(crate) mod lazy_base_images;
 pub(crate) mod left_images;
 pub(crate) mod qcow2;
 
-use crate::host::atomic_file;
 use longhaul_codec::BlockId;
 use longhaul_hypervisor::config::{Image, ImageFormat};
 use longhaul_protocol::disk::DiskFormat;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use std::io;
-use std::path::Path;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Returns whether an image has the format that the hosts agreed on.
@@ -61,19 +59,6 @@ pub(crate) fn read_each(
         read_blocks(disk, range, into.as_flattened_mut())?;
     }
     Ok(())
-}
-
-/// Removes notes that an earlier agent was writing when it died. Call this before any note is
-/// written.
-pub(crate) fn remove_unfinished_notes(state: &Path) -> io::Result<()> {
-    let folders = [
-        exports::folder(state),
-        images::folder(state),
-        lazy_base_images::all(state),
-    ];
-    folders
-        .iter()
-        .try_for_each(|folder| atomic_file::remove_unfinished(folder))
 }
 
 /// Writes blocks of a disk. Ignores the part past its end.

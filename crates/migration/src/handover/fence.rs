@@ -6,8 +6,8 @@
 //! whenever the right is not here, so no mark is ever missing.
 
 use crate::context::{Context, Holder};
-use crate::host::atomic_file;
 use crate::host::hooks::Step;
+use crate::host::marks::Mark;
 use crate::status::failure;
 use crate::status::registry::Taken;
 use longhaul_api::{ApiError, Check, ErrorCode};
@@ -15,82 +15,8 @@ use longhaul_hypervisor::config::HostConfig;
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::starter::Starter;
 use longhaul_protocol::guest::GuestDescription;
-use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::fs;
 use std::path::{Path, PathBuf};
-
-/// Limit on the size of a mark file, in bytes.
-const FILE_BYTES_MAX: u64 = 64 << 10;
-
-/// The mark of a guest that left or is leaving.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct Mark {
-    pub(crate) guest: String,
-    /// The destination, by its name on this host.
-    pub(crate) host: String,
-    /// The generation of the right after the migration.
-    pub(crate) generation: u64,
-    /// The files and devices that the guest may write.
-    pub(crate) disks: Vec<PathBuf>,
-}
-
-/// The folder of all marks.
-#[derive(Debug)]
-pub(crate) struct Marks {
-    folder: PathBuf,
-}
-
-impl Marks {
-    /// Opens the folder. Creates it if it does not exist.
-    pub(crate) fn open(folder: &Path) -> io::Result<Self> {
-        fs::create_dir_all(folder)?;
-        atomic_file::remove_unfinished(folder)?;
-        Ok(Self {
-            folder: folder.to_owned(),
-        })
-    }
-
-    /// Writes a mark durably. Replaces an older mark of the same guest.
-    pub(crate) fn set(&self, mark: &Mark) -> io::Result<()> {
-        let text = toml::to_string(mark).map_err(io::Error::other)?;
-        atomic_file::write(&self.path(&mark.guest), text.as_bytes())
-    }
-
-    /// Removes a guest's mark.
-    pub(crate) fn remove(&self, guest: &str) -> io::Result<()> {
-        match fs::remove_file(self.path(guest)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other,
-        }
-    }
-
-    /// Reads all marks.
-    pub(crate) fn all(&self) -> io::Result<Vec<Mark>> {
-        let mut marks = Vec::new();
-        for entry in fs::read_dir(&self.folder)? {
-            let path = entry?.path();
-            if path.extension().is_none_or(|extension| extension != "toml") {
-                continue;
-            }
-            let mut text = String::new();
-            let read = File::open(&path)?
-                .take(FILE_BYTES_MAX)
-                .read_to_string(&mut text);
-            let mark = read.and_then(|_| toml::from_str(&text).map_err(io::Error::other));
-            marks.push(mark.map_err(|error| {
-                io::Error::new(error.kind(), format!("{}: {error}", path.display()))
-            })?);
-        }
-        Ok(marks)
-    }
-
-    /// Returns the file of a guest's mark. Guest names are validated before and fit a file name.
-    fn path(&self, guest: &str) -> PathBuf {
-        self.folder.join(format!("{guest}.toml"))
-    }
-}
 
 /// Returns the images that a guest may write, with links resolved on this host.
 pub(crate) fn disks(config: &HostConfig, guest: &GuestDescription) -> Vec<PathBuf> {
@@ -143,16 +69,11 @@ impl Context {
 
     /// Removes the marks of guests that belong to this host again.
     pub(crate) fn sweep_marks(&self) {
-        let sweep = || -> io::Result<()> {
-            for mark in self.marks.all()? {
-                let right = self.right(&mark.guest);
-                if right.holder == Holder::Here && right.moving.is_none() {
-                    self.marks.remove(&mark.guest)?;
-                }
-            }
-            Ok(())
+        let is_here = |mark: &Mark| {
+            let right = self.right(&mark.guest);
+            right.holder == Holder::Here && right.moving.is_none()
         };
-        if let Err(error) = sweep() {
+        if let Err(error) = self.marks.remove_if(is_here) {
             tracing::warn!(%error, "marks of guests that left");
         }
     }
@@ -241,26 +162,6 @@ mod tests {
             generation: 5,
             disks: disks.to_vec(),
         }
-    }
-
-    #[test]
-    fn marks_are_kept_replaced_and_taken_away() {
-        let folder = tempfile::tempdir().unwrap();
-        let marks = Marks::open(&folder.path().join("marks")).unwrap();
-        marks.set(&mark("web-7", &[])).unwrap();
-        let newer = mark("web-7", &["/srv/a".into()]);
-        marks.set(&newer).unwrap();
-        assert_eq!(marks.all().unwrap(), [newer]);
-        marks.remove("web-7").unwrap();
-        marks.remove("web-7").unwrap();
-        assert!(marks.all().unwrap().is_empty());
-        let unfinished = folder.path().join("marks/web-7.new");
-        fs::write(&unfinished, "").unwrap();
-        let marks = Marks::open(&folder.path().join("marks")).unwrap();
-        assert!(!unfinished.exists());
-        fs::write(folder.path().join("marks/web-7.toml"), "guest = 7").unwrap();
-        let error = marks.all().unwrap_err().to_string();
-        assert!(error.contains("web-7.toml"), "{error}");
     }
 
     #[test]

@@ -198,7 +198,8 @@ impl Preparing {
                 context.archive.keep(&entry);
             }
         }
-        context.sweep_marks();
+        // The guest's name is free: its mark may go, if it stays here.
+        context.sweeper.wake();
     }
 
     fn about(&self) -> About {
@@ -323,7 +324,7 @@ impl Preparing {
                         tracing::error!(%error, "the guest's QEMU could not be set back");
                     }
                 }
-                self.source.keep_sweeping_fronts();
+                self.source.sweeper.wake();
                 // The task that continues the attempt may need the control connection to this QEMU.
                 drop((outbound, companions));
                 let aborted = Record::Aborted {

@@ -524,7 +524,7 @@ impl RecoveredSource {
             guest,
         ) {
             Ok(Some(found)) if is_stale(&records, found.description()) => {
-                ledger.context.keep_sweeping_fronts();
+                ledger.context.sweeper.wake();
                 (true, stale(guest, here))
             }
             Ok(Some(found)) => {

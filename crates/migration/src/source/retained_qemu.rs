@@ -31,8 +31,6 @@ use tokio::task::block_in_place;
 const WITHIN: Duration = Duration::from_secs(3600);
 /// Interval of the checks whether other moves and retained QEMUs are done.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Interval at which outdated memory caches are removed.
-const SWEEP_EVERY: Duration = Duration::from_secs(600);
 
 /// The QEMU of a guest that runs elsewhere and no longer needs it.
 pub(crate) struct RetainedQemu {
@@ -272,39 +270,5 @@ impl Source {
             }
         }
         Ok(())
-    }
-}
-
-impl Context {
-    /// Removes the memory caches of guests that are here again, and outdated ones.
-    pub(crate) fn sweep_kept_memory(&self) {
-        let Some(kept) = &self.parts.kept_memory else {
-            return;
-        };
-        let is_here = |guest: &str| {
-            let right = self.rights.get(guest).ok().flatten();
-            right.is_some_and(|right| right.holder == Holder::Here)
-        };
-        kept.sweep(&is_here);
-    }
-
-    /// Removes the memory cache of a guest that has arrived.
-    pub(crate) fn forget_kept_memory(self: &Arc<Self>) {
-        let context = self.clone();
-        tokio::task::spawn_blocking(move || context.sweep_kept_memory());
-    }
-
-    /// Sweeps the memory caches every [`SWEEP_EVERY`].
-    pub(crate) fn keep_sweeping_kept_memory(self: &Arc<Self>) {
-        if self.parts.kept_memory.is_none() {
-            return;
-        }
-        let context = self.clone();
-        tokio::spawn(async move {
-            loop {
-                block_in_place(|| context.sweep_kept_memory());
-                tokio::time::sleep(SWEEP_EVERY).await;
-            }
-        });
     }
 }

@@ -194,7 +194,7 @@ impl SourceAttempt {
             let error = self.failure.take();
             let error = error.unwrap_or_else(|| failure::overruled("taken back"));
             self.failure = Some(error.state_of_guest(stale(guest, here)));
-            source.keep_sweeping_fronts();
+            source.sweeper.wake();
             return Event::Resumed;
         }
         let resumed = self.task.outbound.abort().await;
@@ -206,7 +206,7 @@ impl SourceAttempt {
         if resumed.is_ok() && !outbound.is_gone() {
             companions.resumed(outbound.guest(), outbound.qmp()).await;
         }
-        self.task.source.keep_sweeping_fronts();
+        self.task.source.sweeper.wake();
         let Err(error) = resumed else {
             return Event::Resumed;
         };
