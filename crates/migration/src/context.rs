@@ -1,19 +1,18 @@
 //! State that both ends of a migration share on a host.
 
-use crate::disks::base_images::Orders;
-use crate::disks::lazy_base_images::ComingFronts;
+use crate::host::base_image_orders::Orders;
+use crate::host::lazy_exports::ComingExports;
 use crate::host::lock::lock;
 use crate::host::marks::Marks;
 use crate::host::retained_qemus::RetainedQemus;
+use crate::host::right::{Holder, Right};
 use crate::host::state::Parts;
 use crate::host::sweeper::Sweeper;
+use crate::limits::allowances::Allowances;
 use crate::limits::bandwidth::Throttle;
-use crate::limits::peer_quota::Allowances;
 use crate::limits::shared_dedup::Gangs;
 use crate::status::archive::Archive;
 use crate::status::registry::{Registry, Taken};
-use longhaul_api::Side;
-use longhaul_protocol::MigrationId;
 use longhaul_storage::same_file::Contents;
 use longhaul_storage::{Journals, Rights};
 use longhaul_transport::Endpoint;
@@ -23,17 +22,6 @@ use std::sync::{Arc, Mutex};
 /// Weight of one new measurement in the moving average of a link's rate.
 const RATE_WEIGHT: f64 = 0.02;
 
-/// This host's right to a guest.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Right {
-    /// The number of times that the right to run it has changed hosts. None if it never did.
-    pub generation: Option<u64>,
-    /// The host that has the right.
-    pub holder: Holder,
-    /// The migration that the guest is in, and this host's side of it.
-    pub moving: Option<(MigrationId, Side)>,
-}
-
 /// Adds a measurement to the moving average of a link's rate. Ignores a rate of zero, which comes
 /// from a link that is down.
 fn note_rate(rates: &mut HashMap<String, f64>, host: &str, bytes_per_s: f64) {
@@ -41,19 +29,6 @@ fn note_rate(rates: &mut HashMap<String, f64>, host: &str, bytes_per_s: f64) {
         let known = rates.entry(host.to_owned()).or_insert(bytes_per_s);
         *known += RATE_WEIGHT * (bytes_per_s - *known);
     }
-}
-
-/// The host that has the right to run a guest.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Holder {
-    /// This host.
-    Here,
-    /// Another host: its name in the list of trusted hosts, or its fingerprint.
-    Elsewhere(String),
-    /// Unknown until the two agents connect: this host released the guest to the named host.
-    InDoubt(String),
-    /// The record of the right cannot be read, for this reason.
-    Unknown(String),
 }
 
 /// State that the tasks of all migrations share.
@@ -71,7 +46,7 @@ pub(crate) struct Context {
     pub(crate) retained_qemus: RetainedQemus,
     pub(crate) sweeper: Sweeper,
     pub(crate) orders: Orders,
-    pub(crate) coming: ComingFronts,
+    pub(crate) coming: ComingExports,
     /// The content of files that were compared with those of other hosts.
     pub(crate) contents: Arc<Contents>,
     /// The measured rate of the link to each host, in bytes per second.

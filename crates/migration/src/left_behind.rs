@@ -1,8 +1,9 @@
 //! Resumes a guest that a migration left paused, and takes one back from a host that never returns.
 
-use crate::context::{Context, Holder};
+use crate::context::Context;
 use crate::disks::exports;
 use crate::host::qemu;
+use crate::host::right::Holder;
 use crate::status::failure;
 use crate::status::registry::{Reservation, Taken};
 use longhaul_api::{ApiError, BECAUSE_CHARS_MAX, ErrorCode, OtherSide, ReclaimGuest};

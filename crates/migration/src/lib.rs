@@ -35,17 +35,17 @@ mod verify;
 
 use crate::context::Context;
 use crate::destination::Destination;
-use crate::disks::base_images::Orders;
-use crate::disks::lazy_base_images::ComingFronts;
+use crate::host::base_image_orders::Orders;
 use crate::host::incarnation;
+use crate::host::lazy_exports::ComingExports;
 use crate::host::limited_hosts::LimitedHosts;
 use crate::host::marks::Marks;
 use crate::host::retained_qemus::RetainedQemus;
 use crate::host::start_error::StartError;
 use crate::host::state::Parts;
 use crate::host::sweeper::Sweeper;
+use crate::limits::allowances::Allowances;
 use crate::limits::bandwidth::Throttle;
-use crate::limits::peer_quota::Allowances;
 use crate::limits::shared_dedup::Gangs;
 use crate::source::Source;
 use crate::status::archive::Archive;
@@ -66,8 +66,8 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-pub use crate::context::{Holder, Right};
 pub use crate::disks::lazy_base_images::of_guest as coming_bases;
+pub use crate::host::right::{Holder, Right};
 pub use crate::status::failure::{UNCHANGED, attach as attach_failure};
 pub use crate::status::registry::Reservation;
 
@@ -138,7 +138,7 @@ impl Manager {
             retained_qemus: RetainedQemus::default(),
             sweeper: Sweeper::default(),
             orders: Orders::default(),
-            coming: ComingFronts::default(),
+            coming: ComingExports::default(),
             contents: Arc::default(),
             rates: Mutex::default(),
         });

@@ -3,7 +3,7 @@
 use crate::agent::guests::Guests;
 use longhaul_api::{ApiError, ErrorCode, Host, Scope, Trust, TrustedHost, TrustedHosts};
 use longhaul_migration::Manager;
-use longhaul_migration::host::config::is_name;
+use longhaul_migration::host::names::is_name;
 use longhaul_migration::host::state::Parts;
 use longhaul_migration::host::writable;
 use longhaul_protocol::HostId;

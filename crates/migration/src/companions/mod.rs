@@ -1,6 +1,7 @@
 //! What moves along with a guest. The lists of this module are the only place that names all
 //! companions: a new one is a file of this folder, and a line in a list.
 
+mod aborted_journals;
 mod base_images;
 mod disk_exports;
 mod disk_images;
@@ -44,5 +45,6 @@ pub(crate) fn residues() -> Vec<Box<dyn Residue>> {
         Box::<disk_exports::Exports>::default(),
         Box::<base_images::Exports>::default(),
         Box::new(local_content::CachedMemory),
+        Box::new(aborted_journals::AbortedJournals),
     ]
 }

@@ -154,6 +154,5 @@ async fn inquiry(
         let reason = format!("more than {most} attempts an hour (`attempts_per_hour`)");
         return refuse(CloseCode::Busy, &reason);
     }
-    context.allowances.sweep(context);
     Ok(true)
 }

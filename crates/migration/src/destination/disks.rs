@@ -2,9 +2,9 @@
 //! [made](crate::disks::images) before.
 
 use crate::destination::fetch_client::FetchClient;
-use crate::disks::base_images::id_of;
 use crate::disks::qcow2::blocks_with;
 use crate::disks::{blocks_of, write_blocks};
+use crate::host::base_image_orders::id_of;
 use crate::host::base_images;
 use longhaul_codec::{BlockId, BlockWrite, Content};
 use longhaul_engine::destination::Destination;

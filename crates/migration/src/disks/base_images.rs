@@ -7,6 +7,7 @@ use crate::context::Context;
 use crate::disks::exports::FrontError;
 use crate::disks::images::{self, Place, refused};
 use crate::disks::lazy_base_images;
+use crate::host::base_image_orders::id_of;
 use crate::host::base_images;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::disk::base::Base as Below;
@@ -14,17 +15,18 @@ use longhaul_hypervisor::disk::{self, Backing};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_image::store::Place as Repositories;
-use longhaul_image::{Bases, BringError, Bringing, Digest, ImageId, Order, Repository};
+use longhaul_image::{Bases, BringError, Bringing, ImageId, Order, Repository};
 use longhaul_protocol::disk::{Base, Hot, OfferedDisk, STRIPE_BYTES, STRIPE_PAGES};
 use longhaul_protocol::limits::HOT_STRIPES_MAX;
 use longhaul_protocol::message::Refusal;
 use longhaul_protocol::units::show_bytes;
 use longhaul_storage::disk::qcow2;
-use std::collections::{BTreeMap, HashMap};
+use longhaul_storage::front::FrontFolder;
+use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 use tokio::task::{JoinHandle, spawn_blocking};
 
@@ -33,10 +35,6 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 // A stripe that is named as hot is fetched as a whole.
 const _: () = assert!(STRIPE_BYTES == longhaul_image::STRIPE_BYTES);
-
-pub(crate) fn id_of(base: &Base) -> ImageId {
-    ImageId(Digest(base.image))
-}
 
 /// The backing of a disk in a guest's QEMU, or why it is unknown.
 pub(crate) type Seen = Result<Option<Backing>, String>;
@@ -127,25 +125,6 @@ fn hottest(mut hot: Vec<(u32, u32)>, count_max: usize) -> Vec<Hot> {
         pages: pages.min(STRIPE_PAGES.into()) as u8,
     });
     hot.collect()
-}
-
-/// The orders in which base images arrive, each while a guest needs it. Guests that arrive at the
-/// same time share the order of an image.
-#[derive(Debug, Default)]
-pub(crate) struct Orders(Mutex<HashMap<ImageId, Weak<Order>>>);
-
-impl Orders {
-    /// Adds the hot stripes of a base image to its order, and returns the order.
-    fn with(&self, base: &Base) -> Arc<Order> {
-        let mut orders = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        orders.retain(|_, order| order.strong_count() > 0);
-        let known = orders.get(&id_of(base)).and_then(Weak::upgrade);
-        let order = known.unwrap_or_default();
-        orders.insert(id_of(base), Arc::downgrade(&order));
-        let hot = base.hot.iter();
-        order.add(hot.map(|hot| (hot.stripe, hot.pages.into())));
-        order
-    }
 }
 
 /// The base images that arrive for a guest. Those that the guest waits for stop arriving when this
@@ -321,7 +300,10 @@ impl ComingBases {
         let state = &context.parts.config.state;
         let behind = self.behind.iter();
         let more: u64 = behind
-            .map(|(one, _)| context.coming.count(state, one.id()))
+            .map(|(one, _)| {
+                let folder = lazy_base_images::folder_of(state, one.id());
+                context.coming.count(&FrontFolder::open(&folder), one.id())
+            })
             .sum();
         let before = self.counted.fetch_add(more, Ordering::AcqRel);
         let own = self.coming.iter().chain(&self.behind);
@@ -351,6 +333,8 @@ pub(crate) fn path_of(context: &Context, base: &Base) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::base_image_orders::Orders;
+    use longhaul_image::Digest;
     use std::fs::{self, File, Permissions};
     use std::os::unix::fs::PermissionsExt;
 

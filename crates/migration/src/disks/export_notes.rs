@@ -9,7 +9,7 @@
 //!
 //! An unreadable note affects only its own export.
 
-use crate::disks::{export_process, left_images};
+use crate::disks::export_process;
 use crate::host::notes::{All, Note, NoteStore};
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::helper::Helper;
@@ -22,6 +22,11 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use tokio::task::block_in_place;
+
+/// The ends of the files beside an export that identify its image
+/// (`left_images`).
+pub(crate) const CONTENT: &str = "content";
+pub(crate) const ACCEPT: &str = "accept";
 
 /// The note of an export's purpose.
 pub(crate) trait ExportNote: Note {
@@ -242,8 +247,27 @@ pub(crate) fn remove_unnoted(folder: &Path) -> io::Result<()> {
     FrontFolder::open(folder)
         .remove()
         .map_err(io::Error::other)?;
-    left_images::forget(folder)?;
+    forget(folder)?;
     remove_if_there(&export_process::log(folder))
+}
+
+/// Removes the files that identify an export's image.
+pub(crate) fn forget(export: &Path) -> io::Result<()> {
+    for what in [CONTENT, ACCEPT] {
+        match fs::remove_file(beside(export, what)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Returns the path of a file beside an export's folder.
+pub(crate) fn beside(export: &Path, what: &str) -> PathBuf {
+    let mut path = export.as_os_str().to_owned();
+    path.push(".");
+    path.push(what);
+    PathBuf::from(path)
 }
 
 fn remove_if_there(file: &Path) -> io::Result<()> {

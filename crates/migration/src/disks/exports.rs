@@ -6,7 +6,6 @@
 
 use crate::context::Context;
 use crate::disks::export_notes::{self, ExportNote, Notes, Unreadable};
-use crate::disks::left_images::LeftImage;
 use crate::disks::qcow2;
 use crate::host::notes::{self, NoteStore};
 use crate::host::set_aside::set_aside;
@@ -44,8 +43,8 @@ const SOCKET_PATH_BYTES_MAX: usize = 107;
 #[serde(deny_unknown_fields)]
 pub(crate) struct Note {
     guest: String,
-    disk: String,
-    image: PathBuf,
+    pub(crate) disk: String,
+    pub(crate) image: PathBuf,
     /// The path of the disk's device in QEMU.
     device: String,
     /// The nodes that the export was inserted between. The device's current nodes may differ.
@@ -66,7 +65,7 @@ pub(crate) struct Note {
     /// Set for a disk that leaves: what a later agent needs to send blocks that are missing at the
     /// destination.
     #[serde(default)]
-    left: Option<LeftDisk>,
+    pub(crate) left: Option<LeftDisk>,
 }
 
 /// How a disk arrives.
@@ -157,7 +156,7 @@ fn all_notes(state: &Path) -> io::Result<Notes<Note>> {
 }
 
 /// Reads the notes of a guest. Fails if one of them cannot be read.
-fn notes(state: &Path, guest: &str) -> io::Result<Vec<Noted>> {
+pub(crate) fn notes(state: &Path, guest: &str) -> io::Result<Vec<Noted>> {
     let Notes { noted, unreadable } = all_notes(state)?;
     let is_of = |name: &str| name.rsplit_once('.').is_some_and(|(of, _)| of == guest);
     let mut unreadable = unreadable.into_iter();
@@ -462,28 +461,6 @@ pub(crate) fn incomplete(
         });
     }
     Ok(found)
-}
-
-/// Returns the images here of a guest that has left, of which blocks may be missing at the
-/// destination.
-pub(crate) fn left(
-    state: &Path,
-    guest: &str,
-    migration: MigrationId,
-) -> io::Result<Vec<LeftImage>> {
-    let of = |noted: Noted| {
-        let export = noted.path().to_owned();
-        let Note {
-            left, disk, image, ..
-        } = noted.note;
-        Some(LeftImage {
-            left: left.filter(|left| left.migration == migration)?,
-            disk,
-            image,
-            export,
-        })
-    };
-    Ok(notes(state, guest)?.into_iter().filter_map(of).collect())
 }
 
 /// Starts supervisors for a guest's exports that do not answer, for example after a restart of the

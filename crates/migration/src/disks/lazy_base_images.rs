@@ -9,6 +9,7 @@ use crate::context::Context;
 use crate::disks::export_notes::{self, ExportNote, FrontError, Notes};
 use crate::disks::exports::random_name;
 use crate::host::base_images;
+use crate::host::lock::lock;
 use crate::host::notes::{self, NoteStore};
 use crate::status::registry::Taken;
 use longhaul_hypervisor::disk::base::{Base, settle};
@@ -21,10 +22,10 @@ use longhaul_storage::disk::ExportSize;
 use longhaul_storage::front::{Fetched, FrontFolder, FrontSpec};
 use longhaul_storage::nbd::ExportName;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Limit on the disks per export. The export allows a few more connections than this.
 const DISKS_MAX: usize = 12;
@@ -71,33 +72,8 @@ impl ExportNote for Note {
     }
 }
 
-/// State of arriving base images, in addition to the notes.
-#[derive(Debug, Default)]
-pub(crate) struct ComingFronts {
-    /// Held while notes are changed.
-    notes: tokio::sync::Mutex<()>,
-    /// The bytes read for each image that some migration has counted.
-    counted: Mutex<HashMap<ImageId, u64>>,
-    /// The last logged reason why an image does not arrive.
-    troubles: Mutex<HashMap<ImageId, Option<String>>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl ComingFronts {
-    /// Returns the bytes read for a base image that no migration has counted yet, and counts them.
-    pub(crate) fn count(&self, state: &Path, id: ImageId) -> u64 {
-        let read = told(&FrontFolder::open(&folder_of(state, id)));
-        let read = read.unwrap_or_default().read_bytes;
-        let mut counted = lock(&self.counted);
-        let before = counted.insert(id, read).unwrap_or(0);
-        read.saturating_sub(before)
-    }
-}
-
-fn folder_of(state: &Path, id: ImageId) -> PathBuf {
+/// Returns the folder of a base image's export.
+pub(crate) fn folder_of(state: &Path, id: ImageId) -> PathBuf {
     let mut name = id.to_string();
     name.truncate(FOLDER_DIGITS);
     notes_in(state).folder().join(name)
@@ -350,6 +326,7 @@ impl Context {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::lazy_exports::ComingExports;
     use longhaul_image::Digest;
     use std::fs;
 
@@ -419,11 +396,15 @@ mod tests {
         let begins = "its base image 070707070707 comes: 1 MiB of 4 MiB";
         tell(0, None, 100);
         assert_eq!(said("web-0").unwrap(), begins);
-        let fronts = ComingFronts::default();
-        assert_eq!(fronts.count(state, id), 100);
+        let fronts = ComingExports::default();
+        let folder = FrontFolder::open(&folder_of(state, id));
+        assert_eq!(fronts.count(&folder, id), 100);
         tell(1, None, 130);
         assert_eq!(said("web-0").unwrap(), format!("{begins}, 1 read waits"));
-        assert_eq!((fronts.count(state, id), fronts.count(state, id)), (30, 0));
+        assert_eq!(
+            (fronts.count(&folder, id), fronts.count(&folder, id)),
+            (30, 0)
+        );
         tell(2, Some("it is away"), 130);
         let away = format!("{begins}, 2 reads wait (it is away)");
         assert_eq!(said("web-1").unwrap(), away);

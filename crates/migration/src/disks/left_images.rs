@@ -7,20 +7,19 @@
 //! ```
 
 use crate::disks::blocks_of;
+use crate::disks::export_notes::{ACCEPT, CONTENT, beside, forget};
 use crate::disks::exports::{self, LeftDisk, Noted};
 use crate::host::atomic_file;
 use longhaul_protocol::MigrationId;
 use longhaul_storage::disk::{ContentDigests, Disk as _, ImageIdentity, RawDisk};
 use serde::{Deserialize, Serialize};
 use std::fmt::Display;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// Limit on the size of a file of digests, in bytes.
 const CONTENT_BYTES_MAX: u64 = 64 << 10;
-const CONTENT: &str = "content";
-const ACCEPT: &str = "accept";
 
 /// An image at the source, of which blocks may be missing at the destination.
 pub(crate) struct LeftImage {
@@ -114,20 +113,38 @@ impl LeftImage {
     }
 
     fn file(&self, what: &str) -> PathBuf {
-        file(&self.export, what)
+        beside(&self.export, what)
     }
 }
 
-fn file(export: &Path, what: &str) -> PathBuf {
-    let mut path = export.as_os_str().to_owned();
-    path.push(".");
-    path.push(what);
-    PathBuf::from(path)
+/// Returns the images here of a guest that has left, of which blocks may be missing at the
+/// destination.
+pub(crate) fn left(
+    state: &Path,
+    guest: &str,
+    migration: MigrationId,
+) -> io::Result<Vec<LeftImage>> {
+    let of = |noted: Noted| {
+        let export = noted.path().to_owned();
+        let exports::Note {
+            left, disk, image, ..
+        } = noted.note;
+        Some(LeftImage {
+            left: left.filter(|left| left.migration == migration)?,
+            disk,
+            image,
+            export,
+        })
+    };
+    Ok(exports::notes(state, guest)?
+        .into_iter()
+        .filter_map(of)
+        .collect())
 }
 
 /// Records digests of the images of a guest that has left.
 pub(crate) fn note_content(state: &Path, guest: &str, migration: MigrationId) {
-    let noted = exports::left(state, guest, migration)
+    let noted = left(state, guest, migration)
         .and_then(|left| left.iter().try_for_each(LeftImage::note_content));
     if let Err(error) = noted {
         // Device and inode still identify the images.
@@ -135,21 +152,11 @@ pub(crate) fn note_content(state: &Path, guest: &str, migration: MigrationId) {
     }
 }
 
-/// Removes the files of this module for an export.
-pub(crate) fn forget(export: &Path) -> io::Result<()> {
-    for what in [CONTENT, ACCEPT] {
-        match fs::remove_file(file(export, what)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use longhaul_protocol::RegionId;
+    use std::fs;
     use std::os::unix::fs::FileExt;
 
     const MIGRATION: MigrationId = MigrationId([7; 8]);

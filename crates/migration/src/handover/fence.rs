@@ -5,9 +5,10 @@
 //! lists its disks by their paths on this host. A mark is written before anything moves. It applies
 //! whenever the right is not here, so no mark is ever missing.
 
-use crate::context::{Context, Holder};
+use crate::context::Context;
 use crate::host::hooks::Step;
 use crate::host::marks::Mark;
+use crate::host::right::Holder;
 use crate::status::failure;
 use crate::status::registry::Taken;
 use longhaul_api::{ApiError, Check, ErrorCode};

@@ -3,6 +3,7 @@
 use crate::host::content_index::ContentConfig;
 use crate::host::hooks::Hooks;
 use crate::host::memory_cache::KeptMemoryConfig;
+use crate::host::names::is_name;
 use crate::host::peer_limits::{HostTable, Limits, LimitsTable};
 use crate::host::start_error::StartError;
 use longhaul_api::Encoding;
@@ -152,15 +153,6 @@ fn machine_name() -> String {
         .ok()
         .filter(|name| is_name(name))
         .unwrap_or_else(|| "localhost".to_owned())
-}
-
-/// Returns whether a name is valid for a host. It must fit a path of the API, a file name and a
-/// line.
-pub fn is_name(name: &str) -> bool {
-    let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    (1..=63).contains(&name.len())
-        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
-        && name.chars().all(fits)
 }
 
 fn bandwidth(text: &str) -> Result<u64, String> {

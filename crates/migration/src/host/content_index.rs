@@ -2,10 +2,10 @@
 //! up to date, in a small share of the time.
 
 use crate::host::base_images;
-use crate::host::config::Config;
 use crate::host::set_aside::set_aside_as;
 use crate::host::start_error::StartError;
 use longhaul_codec::{Digest, DigestKey, Hasher};
+use longhaul_hypervisor::config::HostConfig;
 use longhaul_image::Bases;
 use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::units::parse_bytes;
@@ -89,14 +89,14 @@ struct Sources {
 }
 
 impl Sources {
-    fn new(content: &ContentConfig, config: &Config) -> Self {
-        let images = config.hypervisor.images.values();
+    fn new(content: &ContentConfig, state: &Path, host: &HostConfig) -> Self {
+        let images = host.images.values();
         let left = images.clone().map(|image| set_aside_as(&image.path));
         let disks = images.filter(|_| content.disks);
         Self {
             paths: content.files.iter().cloned().chain(left).collect(),
             disks: disks.map(|image| image.path.clone()).collect(),
-            bases: base_images::of_host(&config.state),
+            bases: base_images::of_host(state),
         }
     }
 
@@ -118,12 +118,16 @@ impl Sources {
 
 impl Held {
     /// Opens the index and starts its thread. Returns none if it is not configured.
-    pub(crate) fn start(config: &Config) -> Result<Option<Arc<Self>>, StartError> {
-        let Some(content) = &config.content else {
+    pub(crate) fn start(
+        content: Option<&ContentConfig>,
+        state: &Path,
+        host: &HostConfig,
+    ) -> Result<Option<Arc<Self>>, StartError> {
+        let Some(content) = content else {
             return Ok(None);
         };
         let bytes = content.capacity_bytes().map_err(StartError::new)?;
-        let index = ContentIndex::open(&config.state.join(FOLDER), bytes / BLOCK_SIZE as u64);
+        let index = ContentIndex::open(&state.join(FOLDER), bytes / BLOCK_SIZE as u64);
         let index = index.map_err(|error| {
             StartError::new(error.to_string()).hint(
                 "remove the folder: it is a cache; or remove [content] from the configuration",
@@ -132,7 +136,7 @@ impl Held {
         let held = Arc::new(Self {
             hasher: Hasher::new(index.key()),
             index,
-            sources: Sources::new(content, config),
+            sources: Sources::new(content, state, host),
             stop: AtomicBool::new(false),
         });
         held.forget_others();

@@ -4,7 +4,6 @@
 //! Nothing depends on these files, and their content is not trusted: every reader compares digests.
 //! So they have no header, are not made durable, and may be torn, changed or removed at any time.
 
-use crate::host::config::Config;
 use crate::host::start_error::StartError;
 use longhaul_protocol::units::{parse_bytes, parse_duration, show_bytes};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
@@ -122,10 +121,13 @@ struct Found {
 
 impl KeptMemory {
     /// Opens the cache in the configured folder. Returns none if it is not configured.
-    pub(crate) fn open(config: &Config) -> Result<Option<Arc<Self>>, StartError> {
-        let Some(wanted) = &config.kept_memory else {
+    pub(crate) fn open(
+        wanted: Option<&KeptMemoryConfig>,
+        state: &Path,
+    ) -> Result<Option<Arc<Self>>, StartError> {
+        let Some(wanted) = wanted else {
             let left = Self {
-                folder: config.state.join(FOLDER),
+                folder: state.join(FOLDER),
                 limit_bytes: 0,
                 max_age: Duration::ZERO,
             };
@@ -135,7 +137,7 @@ impl KeptMemory {
         };
         let folder = wanted.folder.clone();
         let kept = Self {
-            folder: folder.unwrap_or_else(|| config.state.join(FOLDER)),
+            folder: folder.unwrap_or_else(|| state.join(FOLDER)),
             limit_bytes: wanted.limit_bytes().map_err(StartError::new)?,
             max_age: wanted.age().map_err(StartError::new)?,
         };

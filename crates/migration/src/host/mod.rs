@@ -1,6 +1,7 @@
 //! The agent's resources on its host: configuration, state, indexes and hooks.
 
 pub mod atomic_file;
+pub(crate) mod base_image_orders;
 pub mod base_images;
 pub mod config;
 pub(crate) mod content_index;
@@ -8,15 +9,18 @@ pub mod descriptions;
 pub mod fail_point;
 pub(crate) mod hooks;
 pub(crate) mod incarnation;
+pub(crate) mod lazy_exports;
 pub mod limited_hosts;
 pub(crate) mod lock;
 pub(crate) mod marks;
 pub mod meminfo;
 pub(crate) mod memory_cache;
+pub mod names;
 pub(crate) mod notes;
 pub(crate) mod peer_limits;
 pub(crate) mod qemu;
 pub(crate) mod retained_qemus;
+pub(crate) mod right;
 pub(crate) mod set_aside;
 pub mod start_error;
 pub mod state;

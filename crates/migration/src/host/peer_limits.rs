@@ -1,6 +1,6 @@
 //! Limits on each trusted host's use of this host, from the configuration.
 
-use crate::host::config::is_name;
+use crate::host::names::is_name;
 use longhaul_protocol::HostId;
 use longhaul_protocol::units::{parse_bytes, parse_duration};
 use serde::{Deserialize, Deserializer, de};

@@ -45,8 +45,8 @@ impl Parts {
                 .hint("correct the file, or move it away and trust the hosts again")
         })?;
         let prober = Prober::new(config.hypervisor.clone());
-        let held = Held::start(&config)?;
-        let kept_memory = KeptMemory::open(&config)?;
+        let held = Held::start(config.content.as_ref(), &config.state, &config.hypervisor)?;
+        let kept_memory = KeptMemory::open(config.kept_memory.as_ref(), &config.state)?;
         Ok(Self {
             held,
             kept_memory,

@@ -7,8 +7,8 @@
 
 use crate::context::Context;
 use crate::host::descriptions;
-use crate::host::limited_hosts::LimitedHosts;
 use crate::host::peer_limits::PeerLimits;
+use crate::limits::allowances::{Arriving, State};
 use crate::limits::shared_dedup::Others;
 use longhaul_hypervisor::description;
 use longhaul_hypervisor::folder::GuestFolder;
@@ -16,100 +16,17 @@ use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{HostId, MigrationId};
-use longhaul_storage::{Holder, Journal, JournalError, Journals, file_name};
+use longhaul_storage::{Holder, file_name};
 use longhaul_transport::TrustedHost;
-use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::sync::Arc;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::block_in_place;
 
 pub(crate) use crate::limits::progress_watchdog::Pace;
 
-const HOUR: Duration = Duration::from_secs(3600);
-const MINUTE: Duration = Duration::from_secs(60);
-/// Limit on the first messages of channels per minute, of any kind. A peer that exceeds it loses
-/// its connection.
-const REQUESTS_PER_MINUTE: u32 = 1200;
-/// How long the journal of an aborted arrival is kept.
-const ABORTED_KEPT_FOR: Duration = Duration::from_secs(24 * 3600);
 /// A generation that no guest reaches by migrations.
 const GENERATION_MAX: u64 = 1 << 62;
-
-/// What every peer uses on this host.
-pub(crate) struct Allowances {
-    limits: LimitedHosts,
-    state: Mutex<State>,
-}
-
-#[derive(Default)]
-struct State {
-    peers: HashMap<HostId, Use>,
-    /// The arriving guests, by migration.
-    arriving: HashMap<MigrationId, Arriving>,
-    swept: Option<Instant>,
-}
-
-pub(crate) struct Use {
-    pub(crate) channels: u32,
-    pub(crate) requests: Bucket,
-    pub(crate) queries: Bucket,
-    pub(crate) attempts: Bucket,
-    pub(crate) workers: Arc<Semaphore>,
-}
-
-struct Arriving {
-    peer: HostId,
-    guest: String,
-    memory_bytes: u64,
-    vcpus: u32,
-}
-
-/// A token bucket: at most `most` uses per time `per`, refilled evenly.
-#[derive(Debug)]
-pub(crate) struct Bucket {
-    most: f64,
-    per: Duration,
-    left: f64,
-    at: Instant,
-}
-
-impl Bucket {
-    fn new(most: u32, per: Duration, now: Instant) -> Self {
-        let most = f64::from(most);
-        Self {
-            most,
-            per,
-            left: most,
-            at: now,
-        }
-    }
-
-    pub(crate) fn take(&mut self, now: Instant) -> bool {
-        let passed = now.saturating_duration_since(self.at);
-        self.at = now;
-        let filled = self.most * passed.as_secs_f64() / self.per.as_secs_f64();
-        self.left = (self.left + filled).min(self.most);
-        if self.left < 1.0 {
-            return false;
-        }
-        self.left -= 1.0;
-        true
-    }
-}
-
-impl Use {
-    fn new(limits: &PeerLimits, now: Instant) -> Self {
-        Self {
-            channels: 0,
-            requests: Bucket::new(REQUESTS_PER_MINUTE, MINUTE, now),
-            queries: Bucket::new(limits.queries_per_minute, MINUTE, now),
-            attempts: Bucket::new(limits.attempts_per_hour, HOUR, now),
-            workers: Arc::new(Semaphore::new(limits.workers as usize)),
-        }
-    }
-}
 
 /// An arriving guest's part of its sender's quota. Returned when this is dropped.
 pub(crate) struct Admission {
@@ -169,7 +86,7 @@ pub(crate) struct Means {
 impl Means {
     /// Returns the resources for a guest that already runs here.
     pub(crate) fn of_one_that_is_here(context: &Context, peer: HostId, host: &str) -> Self {
-        let limits = context.allowances.limits.of(peer, host);
+        let limits = context.allowances.limits_of(peer, host);
         Self {
             others: context.gangs.others(peer),
             workers: Arc::new(Semaphore::new(limits.workers as usize)),
@@ -183,96 +100,6 @@ impl Drop for Admission {
         let mut state = self.context.allowances.lock();
         state.arriving.remove(&self.migration);
     }
-}
-
-impl Allowances {
-    /// Creates the quotas. Only guests that arrived under an earlier agent count as used.
-    pub(crate) fn new(limits: LimitedHosts) -> Self {
-        Self {
-            limits,
-            state: Mutex::default(),
-        }
-    }
-
-    /// Waits for one of a peer's worker threads.
-    pub(crate) async fn worker(&self, peer: &TrustedHost) -> Option<OwnedSemaphorePermit> {
-        let workers = self.with_use(peer, |used, _| used.workers.clone());
-        workers.acquire_owned().await.ok()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn limits(&self, peer: &TrustedHost) -> &PeerLimits {
-        self.limits.of(peer.id, &peer.name)
-    }
-
-    /// Records which limits the trusted hosts have. A host keeps its limits when it gets another
-    /// name.
-    pub(crate) fn remember(&self, trusted: &[TrustedHost]) -> std::io::Result<()> {
-        self.limits.remember(trusted)
-    }
-
-    /// Returns the host that offered the guest of this migration, while the guest arrives.
-    pub(crate) fn preparing(&self, migration: MigrationId) -> Option<HostId> {
-        self.lock().arriving.get(&migration).map(|one| one.peer)
-    }
-
-    pub(crate) fn with_use<T>(
-        &self,
-        peer: &TrustedHost,
-        what: impl FnOnce(&mut Use, Instant) -> T,
-    ) -> T {
-        let now = Instant::now();
-        let mut state = self.lock();
-        let limits = self.limits(peer);
-        let used = state.peers.entry(peer.id);
-        what(used.or_insert_with(|| Use::new(limits, now)), now)
-    }
-
-    /// Removes the journals of arrivals that were aborted long ago. The answer to a query about
-    /// such an arrival is the same without its journal.
-    pub(crate) fn sweep(&self, context: &Context) {
-        let now = Instant::now();
-        let last = self.lock().swept.replace(now);
-        if last.is_some_and(|at| now - at < HOUR) {
-            self.lock().swept = last;
-            return;
-        }
-        if let Err(error) = self.sweep_now(context, &context.journals) {
-            tracing::warn!(%error, "cannot clear away old journals");
-        }
-    }
-
-    fn sweep_now(&self, context: &Context, journals: &Journals) -> Result<(), JournalError> {
-        for migration in Journal::list(journals)? {
-            let path = path_of(context, migration);
-            let old = std::fs::metadata(&path)
-                .and_then(|file| file.modified())
-                .is_ok_and(|at| age(at) > ABORTED_KEPT_FOR);
-            if !old || self.preparing(migration).is_some() {
-                continue;
-            }
-            match Journal::open(journals, migration) {
-                Ok(journal)
-                    if crate::limits::peer_claims::only_aborted_arrivals(journal.records()) =>
-                {
-                    journal.remove()?;
-                }
-                // A journal that is in use, or that contains other records, is kept.
-                Ok(_) | Err(JournalError::Busy(_)) => {}
-                // So is the journal of a guest that is held.
-                Err(error) if error.is_of_the_file() => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-}
-
-fn age(at: SystemTime) -> Duration {
-    SystemTime::now().duration_since(at).unwrap_or_default()
 }
 
 /// The file in a guest's folder that names the sender.
@@ -323,7 +150,6 @@ fn look_at(
         let most = limits.attempts_per_hour;
         return Err(excess.of("attempts_per_hour", format!("begin {most} moves an hour")));
     }
-    allowances.sweep(context);
     sound(context, offer)?;
     named(&excess, limits, &offer.guest)?;
     let mut state = allowances.lock();
@@ -506,20 +332,4 @@ fn room(
         return Err(excess.of("vcpus", may));
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_bucket_gives_so_many_and_fills_up_again() {
-        let begin = Instant::now();
-        let mut bucket = Bucket::new(3, MINUTE, begin);
-        let taken = |bucket: &mut Bucket, at| (0..10).filter(|_| bucket.take(begin + at)).count();
-        assert_eq!(taken(&mut bucket, Duration::ZERO), 3);
-        assert_eq!(taken(&mut bucket, Duration::from_secs(19)), 0);
-        assert_eq!(taken(&mut bucket, Duration::from_secs(41)), 2);
-        assert_eq!(taken(&mut bucket, HOUR), 3, "no more than it holds");
-    }
 }

@@ -18,8 +18,8 @@ mod progress;
 mod switchover;
 
 use crate::channel::TalkError;
-use crate::context::Holder;
 use crate::handover::ledger::{SourceHandover, drive_source, time_source};
+use crate::host::right::Holder;
 use crate::limits::bandwidth::Share;
 use crate::source::Source;
 use crate::source::acks::{AcknowledgeError, Acknowledging};

@@ -1,7 +1,7 @@
 //! The drain at the source: the disk blocks of a departed guest that the destination misses are
 //! sent until it has all of them.
 
-use crate::disks::{exports, left_images};
+use crate::disks::left_images;
 use crate::source::convergence;
 use crate::source::sender::{Content, Encoding, Line, Sending};
 use crate::source::verify::{Checked, Image, Rest};
@@ -64,7 +64,7 @@ impl Content for Images {
 /// Creates the drain from the notes of an earlier agent. Returns `None` if no disk has to be
 /// drained.
 pub(crate) fn left(state: &Path, guest: &str, migration: MigrationId) -> io::Result<Option<Drain>> {
-    let mut left = exports::left(state, guest, migration)?;
+    let mut left = left_images::left(state, guest, migration)?;
     left.sort_by_key(|image| image.left.region);
     let Some(first) = left.first() else {
         return Ok(None);

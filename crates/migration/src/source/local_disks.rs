@@ -2,6 +2,7 @@
 
 use crate::context::Context;
 use crate::disks::{base_images, blocks_of, exports, qcow2, read_blocks};
+use crate::host::base_image_orders::id_of;
 use crate::host::writable;
 use crate::source::sender::Sending;
 use longhaul_api::{ApiError, BaseChoice, DiskChoice, DiskReport, ErrorCode};
@@ -373,7 +374,7 @@ impl LocalDisk {
 
     /// Returns the id of its base image.
     pub(crate) fn base(&self) -> Option<ImageId> {
-        self.offered.base.as_ref().map(base_images::id_of)
+        self.offered.base.as_ref().map(id_of)
     }
 
     /// Returns the image's length in bytes, for display.

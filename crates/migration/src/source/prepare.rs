@@ -1,9 +1,10 @@
 //! Preparation of a departure: finds the guest, checks everything, and has the destination launch a
 //! QEMU for it. A failure leaves the guest as it was.
 
-use crate::context::{Context, Holder};
+use crate::context::Context;
 use crate::handover::ledger::{Ledger, SourceHandover};
 use crate::host::fail_point;
+use crate::host::right::Holder;
 use crate::host::task;
 use crate::limits::bandwidth::Share;
 use crate::limits::shared_dedup::Gang;

@@ -6,12 +6,14 @@
 //! to send READY, no blocks are sent to it: it is asked to give up. If the guest runs there, the
 //! missing blocks of its disks are sent from their images.
 
-use crate::context::{Context, Holder};
+use crate::context::Context;
 use crate::disks::exports;
+use crate::disks::left_images;
 use crate::handover::attempt_record::{AttemptRecord, is_stale, of_attempt, stale};
 use crate::handover::ledger::{
     Ledger, SourceHandover, SourceOwner, drive_source, tell_source, time_source, until,
 };
+use crate::host::right::Holder;
 use crate::source::Source;
 use crate::source::acks::Acknowledging;
 use crate::source::companion::{About, Companions};
@@ -667,7 +669,7 @@ fn config(terms: Terms, drains: bool) -> Config {
 /// Returns whether blocks of a departed guest's disks may be missing at the destination. Their disk
 /// exports stay until all blocks are there.
 fn leaves(context: &Context, guest: &str, migration: MigrationId) -> bool {
-    let left = block_in_place(|| exports::left(&context.parts.config.state, guest, migration));
+    let left = block_in_place(|| left_images::left(&context.parts.config.state, guest, migration));
     // Notes that cannot be read are read again when the blocks are sent.
     left.map_or(true, |left| !left.is_empty())
 }

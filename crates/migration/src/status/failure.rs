@@ -1,6 +1,6 @@
 //! Converts failures of a migration into errors of the API.
 
-use crate::context::Holder;
+use crate::host::right::Holder;
 use longhaul_api::{ApiError, ErrorCode, Outcome, VerifyResult};
 use longhaul_hypervisor::attach::AttachGuestError;
 use longhaul_protocol::message::{Refusal, RefusalCode};
