@@ -35,6 +35,7 @@ mod verify;
 
 use crate::context::Context;
 use crate::destination::Destination;
+use crate::destination::recovered::Attempts;
 use crate::host::base_image_orders::Orders;
 use crate::host::incarnation;
 use crate::host::lazy_exports::ComingExports;
@@ -79,6 +80,7 @@ pub struct Manager {
     context: Arc<Context>,
     source: Arc<Source>,
     destination: Arc<Destination>,
+    recovered: Arc<Attempts>,
     accepting: JoinHandle<()>,
 }
 
@@ -149,11 +151,12 @@ impl Manager {
                 &error,
             )
         })?;
+        let recovered = Arc::new(Attempts::default());
         let destination = Arc::new(Destination::new(
             context.clone(),
             companions::at_destination,
         ));
-        recovery::take_up(&source, &destination)
+        recovery::take_up(&source, &destination, &recovered)
             .await
             .map_err(|error| {
                 StartError::new(format!(
@@ -164,11 +167,15 @@ impl Manager {
                 )
             })?;
         residue::sweep(&context, residues);
-        let accepting = tokio::spawn(destination::dispatch::accept(destination.clone()));
+        let accepting = tokio::spawn(destination::dispatch::accept(
+            destination.clone(),
+            recovered.clone(),
+        ));
         Ok(Arc::new(Self {
             context,
             source,
             destination,
+            recovered,
             accepting,
         }))
     }
@@ -236,8 +243,7 @@ impl Manager {
         in_doubt::judge(&migration, &resolve)?;
         tracing::warn!(migration = %id, guest = migration.guest, ?resolve, "resolved by hand");
         if !self
-            .destination
-            .attempts
+            .recovered
             .resolve(&self.destination, id, &resolve)
             .await
         {

@@ -17,6 +17,7 @@
 
 use crate::context::Context;
 use crate::destination::Destination;
+use crate::destination::recovered::Attempts;
 use crate::handover::attempt_record::AttemptRecord;
 use crate::source::Source;
 use crate::source::recovered::RecoveredSource;
@@ -28,6 +29,7 @@ use std::sync::Arc;
 pub(crate) async fn take_up(
     source: &Arc<Source>,
     destination: &Arc<Destination>,
+    recovered: &Attempts,
 ) -> Result<(), JournalError> {
     let context = &destination.context;
     let mut all = Vec::new();
@@ -81,7 +83,7 @@ pub(crate) async fn take_up(
                 RecoveredSource::pass_on(source, left).await.go_on();
             }
             Side::Source => RecoveredSource::take_up(source, left).await.go_on(),
-            Side::Destination => destination.attempts.take_up(destination, left).await,
+            Side::Destination => recovered.take_up(destination, left).await,
         }
     }
     // From here on no new attempt begins with any guest. For attempts that began before, the rights

@@ -2,7 +2,7 @@
 
 use crate::channel::TalkError;
 use crate::destination::Destination;
-use crate::destination::dispatch::{Call, allows};
+use crate::destination::call::{Call, allows};
 use crate::limits::peer_claims::{self, records};
 use crate::limits::peer_quota::path_of;
 use longhaul_protocol::message::{Answer, AttemptState, Check, ToDestination, ToSource, Verdict};
@@ -113,7 +113,7 @@ async fn inquiry(
         call.control.close(code, reason);
         Ok(false)
     };
-    if context.arrival(migration, attempt, peer.id).is_some() {
+    if context.attempt(migration, attempt, peer.id).is_some() {
         return Ok(true);
     }
     let preparing = context.allowances.preparing(migration);

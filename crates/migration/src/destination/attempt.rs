@@ -14,8 +14,9 @@ mod prepare;
 
 use crate::channel::TalkError;
 use crate::destination::Destination;
+use crate::destination::call::Call;
 use crate::destination::companion::Companions;
-use crate::destination::dispatch::Call;
+use crate::destination::handle::{AttemptHandle, Called, Present};
 use crate::destination::qemu::{DestinationQemu, DestinationQemuError};
 use crate::destination::receiver::{ReceiveError, Receiving};
 use crate::handover::ledger::{DestinationHandover, time_destination, until};
@@ -24,17 +25,17 @@ use crate::limits::peer_quota::{Admission, Pace};
 use crate::status::migration::Entry;
 use crate::status::registry::Reservation;
 use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve};
-use longhaul_attempt::destination::{Event, FromSource, attempt_state};
+use longhaul_attempt::destination::{Event, FromSource};
 use longhaul_codec::unpack;
 use longhaul_engine::handover::DestinationState;
+use longhaul_protocol::Epoch;
 use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
 use longhaul_protocol::message::{self, Offer, ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, HostId, MigrationId};
 use longhaul_transport::{BulkError, BulkOffer, BulkReceiver};
 use prepare::Refused;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, block_in_place};
@@ -45,82 +46,6 @@ const FIRST_EPOCH: Epoch = Epoch(1);
 /// Interval at which an attempt that waits for base images counts as progress. The source can only
 /// wait for them, so the attempt is not aborted as stalled.
 const STEP_EVERY: Duration = Duration::from_secs(1);
-
-/// The part of an attempt that other tasks see.
-pub(crate) struct AttemptHandle {
-    pub(crate) migration: MigrationId,
-    pub(crate) attempt: Attempt,
-    pub(crate) source: HostId,
-    state: Mutex<DestinationState>,
-    calls: mpsc::Sender<(Call, Option<Epoch>)>,
-}
-
-/// Registers an attempt, so that its source finds it, until dropped.
-pub(crate) struct Present {
-    context: Arc<Destination>,
-    arrival: Arc<AttemptHandle>,
-}
-
-impl Present {
-    pub(crate) fn new(context: &Arc<Destination>, arrival: Arc<AttemptHandle>) -> Self {
-        context.add_arrival(arrival.clone());
-        let context = context.clone();
-        Self { context, arrival }
-    }
-}
-
-impl Drop for Present {
-    fn drop(&mut self) {
-        self.context.remove_arrival(&self.arrival);
-    }
-}
-
-impl AttemptHandle {
-    /// Returns the state of the handover.
-    pub(crate) fn state(&self) -> DestinationState {
-        self.state
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
-    }
-
-    /// Creates the handle of an attempt that is taken up again, and the receiver of its source's
-    /// calls.
-    pub(crate) fn again(
-        (migration, attempt): (MigrationId, Attempt),
-        source: HostId,
-        state: &DestinationState,
-    ) -> (Arc<Self>, mpsc::Receiver<(Call, Option<Epoch>)>) {
-        let (calls, called) = mpsc::channel(4);
-        let arrival = Arc::new(Self {
-            migration,
-            attempt,
-            source,
-            state: Mutex::new(state.clone()),
-            calls,
-        });
-        (arrival, called)
-    }
-
-    pub(crate) fn set_state(&self, state: &DestinationState) {
-        *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state.clone();
-    }
-
-    /// Passes on a new connection of the source, with an epoch if the source has blocks to send. If
-    /// the task has ended, sends the source the attempt's state.
-    pub(crate) async fn resume(&self, call: Call, epoch: Option<Epoch>) {
-        if let Err(mpsc::error::SendError((mut call, _))) = self.calls.send((call, epoch)).await {
-            let state = attempt_state(&self.state());
-            let message = ToSource::Status {
-                attempt: self.attempt,
-                state,
-            };
-            if let Err(error) = call.sender.send(&message) {
-                tracing::debug!(%error, "a source that came back went again");
-            }
-        }
-    }
-}
 
 /// Carries out an attempt from its offer to its end.
 pub(crate) async fn receive(
@@ -157,7 +82,7 @@ struct DestinationAttempt {
     handover: DestinationHandover,
     inbound: DestinationQemu,
     companions: Companions,
-    called: mpsc::Receiver<(Call, Option<Epoch>)>,
+    called: mpsc::Receiver<Called>,
     resolutions: watch::Receiver<Option<Resolve>>,
     stepped_at: Instant,
     call: Option<Call>,
@@ -201,7 +126,7 @@ pub(crate) enum BulkEnd {
 
 enum Happened {
     Message(Result<ToDestination, TalkError>),
-    Call(Option<Box<(Call, Option<Epoch>)>>),
+    Call(Option<Box<Called>>),
     Bulk(BulkEnd),
     Everything,
     Loaded(Result<(), DestinationQemuError>),

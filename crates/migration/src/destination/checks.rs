@@ -1,7 +1,7 @@
 //! Checks of whether this host could run a guest.
 
 use crate::destination::Destination;
-use crate::destination::companion::{About, Companions};
+use crate::destination::companion::About;
 use longhaul_hypervisor::capabilities::can_run;
 use longhaul_hypervisor::config::RunsAsRoot;
 use longhaul_protocol::guest::GuestDescription;
@@ -83,7 +83,7 @@ impl Destination {
                 guest: guest.name.clone(),
                 shown: None,
             };
-            checks.extend(Companions::of(self, &about).look(guest));
+            checks.extend(self.companions(&about).look(guest));
         }
         Answer { host, checks }
     }

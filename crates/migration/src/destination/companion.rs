@@ -19,7 +19,6 @@
 //! earlier step has left in memory.
 
 use crate::context::Context;
-use crate::destination::Destination;
 use crate::destination::local_content::Kept;
 use crate::destination::qemu::DestinationQemu;
 use crate::disks::images::Place;
@@ -144,9 +143,9 @@ pub(crate) trait Companion: Send + Sync {
 pub(crate) struct Companions(Vec<Box<dyn Companion>>);
 
 impl Companions {
-    /// Creates the companions of a guest.
-    pub(crate) fn of(destination: &Destination, about: &About) -> Self {
-        Self((destination.companions)(about))
+    /// Creates the list.
+    pub(crate) fn new(companions: Vec<Box<dyn Companion>>) -> Self {
+        Self(companions)
     }
 
     pub(crate) fn look(&self, guest: &GuestDescription) -> Vec<Check> {

@@ -1,7 +1,8 @@
 //! Answers the other hosts: accepts their connections, and passes each channel to its handler.
 
-use crate::channel::{self, Receiver, Sender, TalkError};
-use crate::destination::recovered::AnswerError;
+use crate::channel::{self, TalkError};
+use crate::destination::call::{Call, allows};
+use crate::destination::recovered::{AnswerError, Attempts};
 use crate::destination::{Destination, admission, attempt, files};
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{
@@ -9,9 +10,7 @@ use longhaul_protocol::message::{
 };
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 use longhaul_storage::JournalError;
-use longhaul_transport::{
-    BulkBinding, BulkError, BulkOffer, Channel, CloseCode, Control, Permission,
-};
+use longhaul_transport::{Channel, CloseCode, Control, Permission};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,63 +19,23 @@ const FIRST_MESSAGE: Duration = Duration::from_secs(20);
 /// Time limit for the next message about an attempt without a task.
 const NEXT_MESSAGE: Duration = Duration::from_secs(30);
 
-/// Lifetime of a token for a bulk connection.
-const BULK_WITHIN: Duration = Duration::from_secs(60);
-
-/// A channel whose first message was read.
-pub(crate) struct Call {
-    pub(crate) control: Control,
-    pub(crate) sender: Sender<ToSource>,
-    pub(crate) receiver: Receiver<ToDestination>,
-}
-
-/// Why a source could not be offered a bulk connection.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum ExpectError {
-    /// The offer could not be made.
-    #[error("cannot expect a bulk connection: {0}")]
-    Bulk(#[from] BulkError),
-    /// The source disconnected.
-    #[error("the source went before it was answered: {0}")]
-    Talk(#[from] TalkError),
-}
-
-impl Call {
-    /// Answers with a token for a bulk connection of this epoch.
-    pub(crate) async fn expect_bulk(
-        &mut self,
-        (migration, attempt): (MigrationId, Attempt),
-        epoch: Epoch,
-        answer: impl FnOnce(Vec<u8>) -> ToSource,
-    ) -> Result<BulkOffer, ExpectError> {
-        let binding = BulkBinding {
-            migration,
-            attempt,
-            epoch,
-        };
-        let bulk = self.control.offer_bulk(binding, BULK_WITHIN)?;
-        let token = bulk.token().to_bytes().to_vec();
-        self.sender.send(&answer(token))?;
-        Ok(bulk)
-    }
-}
-
 /// Takes connections until the endpoint is closed.
-pub(crate) async fn accept(context: Arc<Destination>) {
+pub(crate) async fn accept(context: Arc<Destination>, recovered: Arc<Attempts>) {
     while let Some(control) = context.endpoint.accept().await {
         tracing::debug!(peer = %control.peer().host.name, "connected");
-        tokio::spawn(serve(context.clone(), control));
+        tokio::spawn(serve(context.clone(), recovered.clone(), control));
     }
 }
 
-async fn serve(context: Arc<Destination>, control: Control) {
+async fn serve(context: Arc<Destination>, recovered: Arc<Attempts>, control: Control) {
     loop {
         match control.accept().await {
             Ok(channel) => {
                 let Some(turn) = admission::turn(&context, &control) else {
                     return;
                 };
-                let answer = answer(context.clone(), control.clone(), channel);
+                let ends = (context.clone(), recovered.clone());
+                let answer = answer(ends, control.clone(), channel);
                 tokio::spawn(async move {
                     answer.await;
                     drop(turn);
@@ -90,7 +49,11 @@ async fn serve(context: Arc<Destination>, control: Control) {
     }
 }
 
-async fn answer(context: Arc<Destination>, control: Control, channel: Channel) {
+async fn answer(
+    (context, recovered): (Arc<Destination>, Arc<Attempts>),
+    control: Control,
+    channel: Channel,
+) {
     let peer = control.peer().host.name.clone();
     let (sender, mut receiver) = channel::as_destination(channel);
     let first = receiver.recv_within(FIRST_MESSAGE).await;
@@ -100,7 +63,7 @@ async fn answer(context: Arc<Destination>, control: Control, channel: Channel) {
         receiver,
     };
     let done = match first {
-        Ok(first) => dispatch(context, call, first).await,
+        Ok(first) => dispatch((context, recovered), call, first).await,
         Err(TalkError::Wire(error)) => {
             call.control.close(CloseCode::Violation, &error.to_string());
             Err(error.into())
@@ -113,7 +76,7 @@ async fn answer(context: Arc<Destination>, control: Control, channel: Channel) {
 }
 
 async fn dispatch(
-    context: Arc<Destination>,
+    (context, recovered): (Arc<Destination>, Arc<Attempts>),
     mut call: Call,
     first: ToDestination,
 ) -> Result<(), TalkError> {
@@ -159,9 +122,25 @@ async fn dispatch(
             migration,
             attempt,
             epoch,
-        } => come_back(&context, call, (migration, attempt), Some(epoch), first).await,
+        } => {
+            come_back(
+                (&context, &recovered),
+                call,
+                (migration, attempt),
+                Some(epoch),
+                first,
+            )
+            .await
+        }
         ToDestination::Ask { migration, attempt } => {
-            come_back(&context, call, (migration, attempt), None, first).await
+            come_back(
+                (&context, &recovered),
+                call,
+                (migration, attempt),
+                None,
+                first,
+            )
+            .await
         }
         other => {
             let reason = format!("a channel cannot begin with {}", name(&other));
@@ -193,25 +172,25 @@ async fn answer_query(
 
 /// Passes on a source that has returned, with or without an epoch for blocks.
 async fn come_back(
-    context: &Arc<Destination>,
+    (context, recovered): (&Arc<Destination>, &Attempts),
     call: Call,
     (migration, attempt): (MigrationId, Attempt),
     epoch: Option<Epoch>,
     first: ToDestination,
 ) -> Result<(), TalkError> {
     let peer = call.control.peer().host.id;
-    match context.arrival(migration, attempt, peer) {
+    match context.attempt(migration, attempt, peer) {
         Some(arrival) => {
             arrival.resume(call, epoch).await;
             Ok(())
         }
-        None => converse(context, call, (migration, attempt), first).await,
+        None => converse((context, recovered), call, (migration, attempt), first).await,
     }
 }
 
 /// Answers for an attempt without a task, until the source ends the conversation.
 async fn converse(
-    context: &Arc<Destination>,
+    (context, recovered): (&Arc<Destination>, &Attempts),
     mut call: Call,
     attempt: (MigrationId, Attempt),
     first: ToDestination,
@@ -219,7 +198,7 @@ async fn converse(
     let peer = call.control.peer().host.id;
     let mut message = first;
     loop {
-        let answers = context.attempts.answer(context, peer, attempt, message);
+        let answers = recovered.answer(context, peer, attempt, message);
         let answers = match answers.await {
             Ok(answers) => answers,
             // Another task of this agent begins or ends with the journal: the source asks again.
@@ -249,14 +228,6 @@ async fn converse(
             Err(error) => return Err(error),
         };
     }
-}
-
-/// Returns whether a peer has a permission now. If the trust store cannot be read, it has none.
-pub(crate) fn allows(control: &Control, permission: Permission) -> bool {
-    control.allows(permission).unwrap_or_else(|error| {
-        tracing::error!(%error, "cannot read whom this host trusts");
-        false
-    })
 }
 
 fn name(message: &ToDestination) -> &'static str {

@@ -20,13 +20,14 @@ mod verify;
 
 use crate::channel::TalkError;
 use crate::destination::Destination;
-use crate::destination::attempt::{AttemptHandle, BulkEnd, Present, join, next_message};
+use crate::destination::attempt::{BulkEnd, join, next_message};
+use crate::destination::call::Call;
 use crate::destination::companion::Companions;
 use crate::destination::disks::{self, Disks, NEWS_MAX};
-use crate::destination::dispatch::Call;
 use crate::destination::fetch::give_up::GivingUp;
 use crate::destination::fetch::verify::Question;
 use crate::destination::fetch_client::{FetchClient, News};
+use crate::destination::handle::{AttemptHandle, Called, Present};
 use crate::destination::local_content::Kept;
 use crate::destination::receiver::{Receiving, Store};
 use crate::disks::exports::{self, FrontError, Incomplete};
@@ -68,7 +69,7 @@ pub(crate) struct Begun {
     pub(crate) handover: DestinationHandover,
     pub(crate) reservation: Option<Reservation>,
     pub(crate) arrival: Arc<AttemptHandle>,
-    pub(crate) called: mpsc::Receiver<(Call, Option<Epoch>)>,
+    pub(crate) called: mpsc::Receiver<Called>,
     pub(crate) present: Present,
     /// The source's current connection.
     pub(crate) call: Option<Call>,
@@ -594,7 +595,7 @@ impl Fetch {
         }
         companions.finished();
         if closed {
-            context.attempts.close(arrival.source, handover.ledger);
+            context.closed.add(arrival.source, handover.ledger);
         }
         drop(present);
         drop(reservation);

@@ -3,7 +3,9 @@
 
 pub(crate) mod admission;
 pub(crate) mod attempt;
+pub(crate) mod call;
 pub(crate) mod checks;
+pub(crate) mod closed;
 pub(crate) mod companion;
 pub(crate) mod disks;
 pub(crate) mod dispatch;
@@ -11,27 +13,26 @@ pub(crate) mod fetch;
 pub(crate) mod fetch_client;
 pub(crate) mod files;
 pub(crate) mod guest_clock;
+pub(crate) mod handle;
 pub(crate) mod local_content;
 pub(crate) mod qemu;
 pub(crate) mod receiver;
 pub(crate) mod recovered;
 
 use crate::context::Context;
-use crate::destination::attempt::AttemptHandle;
-use crate::destination::companion::List;
-use crate::destination::recovered::Attempts;
-use crate::host::lock::lock;
+use crate::destination::closed::Closed;
+use crate::destination::companion::{About, Companions, List};
+use crate::destination::handle::{AttemptHandle, Handles};
 use longhaul_protocol::{Attempt, HostId, MigrationId};
-use std::collections::HashMap;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
-/// The attempts that have this host as their destination.
+/// What the attempts share that have this host as their destination.
 pub(crate) struct Destination {
     pub(crate) context: Arc<Context>,
-    arrivals: Mutex<HashMap<MigrationId, Arc<AttemptHandle>>>,
-    /// The attempts without a task.
-    pub(crate) attempts: Attempts,
+    /// The attempts in progress.
+    pub(crate) handles: Arc<Handles>,
+    pub(crate) closed: Closed,
     /// Creates the companions of each guest.
     companions: List,
 }
@@ -49,32 +50,24 @@ impl Destination {
     pub(crate) fn new(context: Arc<Context>, companions: List) -> Self {
         Self {
             context,
-            arrivals: Mutex::default(),
-            attempts: Attempts::default(),
+            handles: Arc::default(),
+            closed: Closed::default(),
             companions,
         }
     }
 
-    pub(crate) fn arrivals(&self) -> MutexGuard<'_, HashMap<MigrationId, Arc<AttemptHandle>>> {
-        lock(&self.arrivals)
-    }
-
-    pub(crate) fn add_arrival(&self, arrival: Arc<AttemptHandle>) {
-        self.arrivals().insert(arrival.migration, arrival);
-    }
-
-    pub(crate) fn remove_arrival(&self, arrival: &AttemptHandle) {
-        self.arrivals().remove(&arrival.migration);
-    }
-
     /// Returns the handle of this attempt from this source, if its task runs.
-    pub(crate) fn arrival(
+    pub(crate) fn attempt(
         &self,
         migration: MigrationId,
         attempt: Attempt,
         source: HostId,
     ) -> Option<Arc<AttemptHandle>> {
-        let found = self.arrivals().get(&migration).cloned();
-        found.filter(|arrival| arrival.attempt == attempt && arrival.source == source)
+        self.handles.find(migration, attempt, source)
+    }
+
+    /// Creates the companions of a guest.
+    pub(crate) fn companions(&self, about: &About) -> Companions {
+        Companions::new((self.companions)(about))
     }
 }

@@ -1,9 +1,8 @@
 //! The QEMU of an arriving guest: launched, filled, loaded, and resumed or quit.
 
 use crate::context::Context;
-use crate::destination::companion::Offered;
+use crate::destination::call::ExpectError;
 use crate::destination::disks::Disks;
-use crate::destination::dispatch::ExpectError;
 use crate::destination::local_content::Kept;
 use crate::destination::receiver::{Receiving, Store};
 use crate::disks::exports::{self, Comes, Coming, FrontError};
@@ -15,6 +14,7 @@ use crate::verify;
 use longhaul_codec::{BlockId, BlockWrite, Content, DigestKey};
 use longhaul_engine::destination::DestinationError;
 use longhaul_hypervisor::capabilities::CapabilitiesError;
+use longhaul_hypervisor::disk::base::Base;
 use longhaul_hypervisor::folder::PathTooLong;
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
@@ -144,13 +144,11 @@ impl DestinationQemu {
     /// nothing behind.
     pub(crate) async fn launch(
         context: &Context,
-        offered: &mut Offered<'_>,
+        offer: &Offer,
+        content: (Disks, Kept),
+        bases: BTreeMap<String, Base>,
         admission: &Admission,
     ) -> Result<Self, DestinationQemuError> {
-        let bases = std::mem::take(&mut offered.bases);
-        let offer = &offered.offer;
-        let disks = Disks::new(offer, offered.disks, &offered.images);
-        let content = (disks, std::mem::take(&mut offered.kept));
         let meter = Meter::start();
         let capabilities = context.parts.prober.capabilities().await?;
         let machine_type = &offer.guest.machine;

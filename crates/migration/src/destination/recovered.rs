@@ -6,9 +6,9 @@
 
 use crate::context::Context;
 use crate::destination::Destination;
-use crate::destination::attempt::{AttemptHandle, Present};
 use crate::destination::companion::{About, Companions};
 use crate::destination::fetch::{Begun, Fetch};
+use crate::destination::handle::{AttemptHandle, Present};
 use crate::disks::exports;
 use crate::handover::attempt_record::{self, AttemptRecord, abort_reason};
 use crate::handover::ledger::{
@@ -26,8 +26,8 @@ use longhaul_hypervisor::memory::{self, Continuation};
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
 use longhaul_storage::{Journal, JournalError};
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Mutex;
 
@@ -45,17 +45,10 @@ pub(crate) enum AnswerError {
     OutOfPlace,
 }
 
-/// Limit on the number of closed attempts that are remembered.
-const CLOSED_MAX: usize = 256;
-
 /// The attempts without a task that wait for their sources.
 #[derive(Default)]
 pub(crate) struct Attempts {
     waiting: Mutex<HashMap<MigrationId, RecoveredDestination>>,
-    /// Attempts that were closed recently. A delayed question about one of them must not count as a
-    /// question about an attempt that never began: that would make a record that is never removed.
-    /// A delayed offer of one of them is refused, since its source would not return for the result.
-    closed: std::sync::Mutex<VecDeque<(HostId, MigrationId, Attempt)>>,
 }
 
 /// The destination's side of an attempt without a task.
@@ -100,26 +93,6 @@ impl Attempts {
         }
     }
 
-    /// Removes the journal of an attempt that is closed on both sides.
-    pub(crate) fn close(&self, source: HostId, ledger: Ledger) {
-        let attempt = (source, ledger.migration, ledger.terms.attempt);
-        let mut closed = self.closed();
-        closed.truncate(CLOSED_MAX - 1);
-        closed.push_front(attempt);
-        drop(closed);
-        ledger.remove_journal();
-    }
-
-    /// Returns whether an attempt was closed here recently.
-    pub(crate) fn is_closed(&self, source: HostId, of: (MigrationId, Attempt)) -> bool {
-        self.closed().contains(&(source, of.0, of.1))
-    }
-
-    fn closed(&self) -> MutexGuard<'_, VecDeque<(HostId, MigrationId, Attempt)>> {
-        // The content is consistent whenever the lock is free.
-        self.closed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Handles a message of an attempt's source, and returns the answers.
     pub(crate) async fn answer(
         &self,
@@ -139,7 +112,7 @@ impl Attempts {
         };
         // One conversation at a time: two about the same attempt must not write to one journal.
         let mut waiting = self.waiting.lock().await;
-        if self.is_closed(peer, (migration, attempt)) {
+        if context.closed.has(peer, (migration, attempt)) {
             return Ok(vec![ToSource::Closed]);
         }
         let mut remembered = match waiting.remove(&migration) {
@@ -169,7 +142,7 @@ impl Attempts {
         remembered.show();
         let mut answers = std::mem::take(&mut remembered.outbox);
         if remembered.finished {
-            self.close(peer, remembered.handover.ledger);
+            context.closed.add(peer, remembered.handover.ledger);
             answers.push(ToSource::Closed);
         } else if remembered.is_open() {
             waiting.insert(migration, remembered);
@@ -221,7 +194,7 @@ impl RecoveredDestination {
             shown: entry.clone().map(|entry| (entry, left.terms.next())),
         };
         Self {
-            companions: Companions::of(context, &about),
+            companions: context.companions(&about),
             peer: Some(left.peer),
             paused: left.paused,
             entry,
@@ -275,7 +248,7 @@ impl RecoveredDestination {
             fetches: false,
             finished: false,
             trouble: None,
-            companions: Companions::of(context, &about),
+            companions: context.companions(&about),
         })
     }
 
@@ -332,9 +305,9 @@ impl RecoveredDestination {
         let ledger = &self.handover.ledger;
         let attempt = (ledger.migration, ledger.terms.attempt);
         let Some(peer) = self.peer else { return };
-        let (arrival, called) = AttemptHandle::again(attempt, peer, self.handover.state());
+        let (arrival, called) = AttemptHandle::new(attempt, peer, self.handover.state());
         let begun = Begun {
-            present: Present::new(context, arrival.clone()),
+            present: Present::new(&context.handles, arrival.clone()),
             entry: self.entry,
             handover: self.handover,
             reservation: self._reservation,

@@ -19,7 +19,6 @@
 //! must not depend on what an earlier step has left in memory.
 
 use crate::context::Context;
-use crate::source::Source;
 use crate::source::qemu::SourceQemu;
 use crate::source::sender::Sending;
 use crate::status::migration::Entry;
@@ -121,9 +120,9 @@ pub(crate) trait Companion: Send + Sync {
 pub(crate) struct Companions(Vec<Box<dyn Companion>>);
 
 impl Companions {
-    /// Creates the companions of a guest.
-    pub(crate) fn of(source: &Source, about: &About) -> Self {
-        Self((source.companions)(about))
+    /// Creates the list.
+    pub(crate) fn new(companions: Vec<Box<dyn Companion>>) -> Self {
+        Self(companions)
     }
 
     pub(crate) fn look(&self, guest: &Guest) -> Vec<Check> {

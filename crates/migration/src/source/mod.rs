@@ -3,9 +3,11 @@
 pub(crate) mod acks;
 pub(crate) mod attempt;
 pub(crate) mod blockers;
+pub(crate) mod candidate;
 pub(crate) mod companion;
 pub(crate) mod connect;
 pub(crate) mod convergence;
+pub(crate) mod departed;
 pub(crate) mod disk_graph;
 pub(crate) mod drain;
 pub(crate) mod exports;
@@ -21,7 +23,7 @@ pub(crate) mod verify;
 pub(crate) mod write_tracker;
 
 use crate::context::Context;
-use crate::source::companion::List;
+use crate::source::companion::{About, Companions, List};
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -33,6 +35,11 @@ pub(crate) struct Source {
 }
 
 impl Source {
+    /// Creates the companions of a guest.
+    pub(crate) fn companions(&self, about: &About) -> Companions {
+        Companions::new((self.companions)(about))
+    }
+
     /// Creates the source's side.
     pub(crate) fn new(context: Arc<Context>, companions: List) -> Self {
         Self {

@@ -2,11 +2,11 @@
 
 use crate::context::Context;
 use crate::source::Source;
-use crate::source::companion::{About, Companions};
+use crate::source::candidate::{Candidate, candidate, is_paused};
+use crate::source::companion::About;
 use crate::source::convergence;
 use crate::source::files::{self, AskError, Held};
 use crate::source::local_disks::{self, Known, LocalDisk};
-use crate::source::prepare::{Candidate, candidate, is_paused};
 use crate::source::qemu::SourceQemu;
 use crate::status::failure;
 use crate::status::registry::Taken;
@@ -86,7 +86,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
         host: request.to.clone(),
         shown: None,
     };
-    let companions = Companions::of(source, &about);
+    let companions = source.companions(&about);
     plan.checks.extend(companions.look(&candidate.guest));
     let control = ask_there(context, &candidate, &machine, &mut plan).await;
     if control.is_some() {

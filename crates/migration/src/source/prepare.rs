@@ -4,12 +4,12 @@
 use crate::context::Context;
 use crate::handover::ledger::{Ledger, SourceHandover};
 use crate::host::fail_point;
-use crate::host::right::Holder;
 use crate::host::task;
 use crate::limits::bandwidth::Share;
 use crate::limits::shared_dedup::Gang;
 use crate::source::Source;
 use crate::source::attempt::{SourceAttempt, Task};
+use crate::source::candidate::{Candidate, candidate, is_paused};
 use crate::source::companion::{About, Companions};
 use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
@@ -30,16 +30,13 @@ use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record, Terms};
 use longhaul_engine::source::{Source as Engine, SourceError};
 use longhaul_engine::strategy::Strategy;
-use longhaul_hypervisor::guest::{self, Found, Guest};
-use longhaul_hypervisor::memory;
-use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{
     DisksOffer, FilesOffer, Keeps, Offer, Query, ToDestination, ToSource, Verdict,
 };
 use longhaul_protocol::{Attempt, BLOCK_SIZE, Generation, MigrationId};
 use longhaul_storage::Journal;
-use longhaul_transport::{CloseCode, Control, TrustedHost};
+use longhaul_transport::{CloseCode, Control};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -54,66 +51,6 @@ const WITHDRAW_WITHIN: Duration = Duration::from_secs(10);
 
 /// Longest name of a group, in bytes.
 const GROUP_BYTES_MAX: usize = 64;
-
-/// A guest that could move, its destination, and the generation of its right.
-pub(crate) struct Candidate {
-    pub(crate) guest: Guest,
-    pub(crate) host: TrustedHost,
-    pub(crate) generation: Generation,
-}
-
-/// Finds a guest and a host by name. Refuses what can be refused without a question to either.
-pub(crate) fn candidate(context: &Context, name: &str, to: &str) -> Result<Candidate, ApiError> {
-    let found = guest::find_all(&context.parts.config.state)
-        .map_err(|error| failure::internal(&format!("cannot look for guests: {error}")))?;
-    let running = found.into_iter().find_map(|found| match found {
-        Found::Running(guest) if guest.name() == name => Some(guest),
-        Found::Running(_) | Found::Ended(_) | Found::Damaged { .. } => None,
-    });
-    let right = context
-        .rights
-        .get(name)
-        .map_err(|error| failure::internal(&error.to_string()))?;
-    let Some(guest) = running else {
-        if let Some(right) = right
-            && let longhaul_storage::Holder::Elsewhere { host } = right.holder
-        {
-            return Err(failure::not_here(name, &Holder::Elsewhere(host)));
-        }
-        let error = ApiError::new(ErrorCode::GuestUnknown, format!("{name} does not run here"));
-        return Err(error.hint("`longhaul guests` lists those that do"));
-    };
-    let generation = match right {
-        None => Generation(guest.record().generation.max(1)),
-        Some(right) => match right.holder {
-            longhaul_storage::Holder::Here => right.generation,
-            longhaul_storage::Holder::Elsewhere { host } => {
-                return Err(failure::not_here(name, &Holder::Elsewhere(host)));
-            }
-            longhaul_storage::Holder::InDoubt { host } => {
-                return Err(failure::not_here(name, &Holder::InDoubt(host)));
-            }
-        },
-    };
-    let host = context
-        .parts
-        .trust
-        .by_name(to)
-        .map_err(|error| failure::internal(&error.to_string()))?
-        .ok_or_else(|| {
-            ApiError::new(
-                ErrorCode::HostUnknown,
-                format!("there is no trusted host called {to}"),
-            )
-            .hint("`longhaul host list` lists them; `longhaul host trust` adds one")
-            .state_of_guest(format!("nothing was moved; {name} runs here"))
-        })?;
-    Ok(Candidate {
-        guest,
-        host,
-        generation,
-    })
-}
 
 /// Begins a migration in a task of its own.
 pub(crate) fn start(
@@ -192,7 +129,7 @@ impl Preparing {
         match prepared {
             Ok((task, session)) => SourceAttempt::new(task, session).run().await,
             Err(mut error) => {
-                Companions::of(&source, &about).finished(true).await;
+                source.companions(&about).finished(true).await;
                 error.state_of_guest.get_or_insert(state);
                 let outcome = failure::outcome(&error);
                 entry.end(outcome, Some(error));
@@ -224,7 +161,7 @@ impl Preparing {
             generation,
         } = &self.candidate;
         let qmp = guest.connect().await.map_err(|error| qemu(&error))?;
-        let mut companions = Companions::of(&self.source, &self.about());
+        let mut companions = self.source.companions(&self.about());
         companions.check(guest, &qmp).await?;
         let examining = async {
             let (machine, blockers) = plan::examine(&self.source, guest, &qmp).await?;
@@ -592,13 +529,4 @@ async fn withdraw(session: &mut Session, reason: &str) {
         Ok(Err(error)) => tracing::warn!(%error, "the destination went first"),
         Err(_) => tracing::warn!("the destination does not confirm that the offer is withdrawn"),
     }
-}
-
-/// Returns whether a guest is paused. Returns an error for a state that a move cannot preserve.
-pub(crate) async fn is_paused(qmp: &Qmp) -> Result<bool, ApiError> {
-    let status = qmp.query("query-status").await;
-    let status = status.map_err(|error| ApiError::new(ErrorCode::Qemu, error.to_string()))?;
-    let runs = memory::runs(status["status"].as_str().unwrap_or_default());
-    runs.map(|runs| !runs)
-        .map_err(|error| ApiError::new(ErrorCode::GuestState, error.to_string()))
 }

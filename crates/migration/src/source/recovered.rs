@@ -252,7 +252,7 @@ impl RecoveredSource {
             shown: entry.map(|entry| (entry, ledger.terms.next())),
         };
         Self {
-            companions: Companions::of(source, &about),
+            companions: source.companions(&about),
             handover,
             paused,
             leaves,

@@ -6,18 +6,12 @@ use crate::context::Context;
 use crate::host::fail_point;
 use crate::host::memory_cache::{KeptMemory, Memory, Written};
 use crate::host::retained_qemus::Retained;
-use crate::source::Source;
-use crate::source::companion::{About, Companions};
-use crate::status::migration::Entry;
-use crate::status::registry::{Reservation, Taken};
-use longhaul_api::{KeptMemoryReport, Phase};
+use longhaul_api::Phase;
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_protocol::BlockRange;
-use longhaul_protocol::units::show_bytes;
-use longhaul_storage::Holder;
 use longhaul_storage::files::{RealFiles, create_folder};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -46,18 +40,6 @@ struct Read<'a> {
     context: &'a Context,
     stands: &'a Retained,
     until: Instant,
-}
-
-/// Removes the guest from the list of retained QEMUs when dropped.
-struct Leaves {
-    context: Arc<Context>,
-    guest: String,
-}
-
-impl Drop for Leaves {
-    fn drop(&mut self) {
-        self.context.retained_qemus.remove(&self.guest);
-    }
 }
 
 impl Memory for Read<'_> {
@@ -124,29 +106,17 @@ impl RetainedQemu {
         })
     }
 
-    /// Writes the guest's memory to the cache, and then ends its QEMU.
-    pub(crate) fn keep(self, source: &Arc<Source>, entry: Arc<Entry>, reservation: Reservation) {
-        let name = self.guest.name().to_owned();
-        let stands = source.retained_qemus.add(&name);
-        reservation.now(Taken::RetainedQemu);
-        let leaves = Leaves {
-            context: source.context.clone(),
-            guest: name.clone(),
-        };
-        let source = source.clone();
-        tokio::spawn(async move {
-            match self.written(&source.context, &stands).await {
-                Ok(written) if written.bytes > 0 => report(&source, &entry, &name, written),
-                Ok(_) => tracing::info!(guest = name, "there was no time to keep its memory"),
-                Err(error) => tracing::warn!(guest = name, %error, "its memory is not kept"),
-            }
-            source.end_departed(&name).await;
-            drop(reservation);
-            drop(leaves);
-        });
+    /// Returns the guest.
+    pub(crate) fn guest(&self) -> &Guest {
+        &self.guest
     }
 
-    async fn written(self, context: &Arc<Context>, stands: &Arc<Retained>) -> io::Result<Written> {
+    /// Writes the guest's memory to the cache.
+    pub(crate) async fn written(
+        self,
+        context: &Arc<Context>,
+        stands: &Arc<Retained>,
+    ) -> io::Result<Written> {
         let (done, written) = oneshot::channel();
         let (context, stands) = (context.clone(), stands.clone());
         let thread = thread::Builder::new().name("kept-memory".to_owned());
@@ -192,16 +162,8 @@ impl RetainedQemu {
     }
 }
 
-fn report(context: &Context, entry: &Entry, guest: &str, written: Written) {
-    let Written { bytes, whole } = written;
-    let kept = show_bytes(bytes);
-    tracing::info!(guest, kept, whole, "what its memory held is kept");
-    entry.report_with(|report| report.kept_memory = Some(KeptMemoryReport { bytes, whole }));
-    context.archive.keep(entry);
-}
-
 /// Returns the folder with a note for each guest whose QEMU is retained.
-fn folder(state: &Path) -> PathBuf {
+pub(crate) fn folder(state: &Path) -> PathBuf {
     state.join("departed")
 }
 
@@ -219,56 +181,5 @@ impl Context {
         entries
             .iter()
             .any(|entry| entry.outcome().is_none() && entry.phase() != Phase::Finishing)
-    }
-}
-
-impl Source {
-    /// Ends the QEMU of a departed guest, and what the guest needed here.
-    async fn end_departed(&self, guest: &str) {
-        let state = &self.parts.config.state;
-        let removed = crate::host::qemu::remove(&self.parts.config.state, guest).await;
-        let stands =
-            removed.and_then(|()| crate::host::qemu::find(&self.parts.config.state, guest));
-        if !matches!(stands, Ok(None)) {
-            // The agent finds the note after its next start.
-            return tracing::error!(guest, ?stands, "its QEMU is left over");
-        }
-        let about = About {
-            context: self.context.clone(),
-            guest: guest.to_owned(),
-            host: String::new(),
-            shown: None,
-        };
-        Companions::of(self, &about).committed().await;
-        match fs::remove_file(folder(state).join(guest)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                tracing::error!(guest, %error, "cannot note that its QEMU has ended");
-            }
-            _ => {}
-        }
-    }
-
-    /// Ends the QEMUs that an earlier agent retained.
-    pub(crate) async fn end_all_departed(&self) -> io::Result<()> {
-        let state = &self.parts.config.state;
-        let entries = match fs::read_dir(folder(state)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            other => other?,
-        };
-        for entry in entries {
-            let path = entry?.path();
-            let Some(guest) = path.file_name().and_then(|name| name.to_str()) else {
-                continue;
-            };
-            let right = self.rights.get(guest).map_err(io::Error::other)?;
-            let elsewhere = |holder| matches!(holder, Holder::Elsewhere { .. });
-            if right.is_some_and(|right| elsewhere(right.holder)) {
-                self.end_departed(guest).await;
-            } else {
-                tracing::error!(guest, "noted as departed, and not: its QEMU is left alone");
-                fs::remove_file(&path)?;
-            }
-        }
-        Ok(())
     }
 }

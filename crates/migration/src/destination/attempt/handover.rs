@@ -147,7 +147,7 @@ impl DestinationAttempt {
             companions.finished();
         }
         if closed {
-            context.attempts.close(arrival.source, handover.ledger);
+            context.closed.add(arrival.source, handover.ledger);
         }
         // From here on the guest's name is free for the next request.
         drop(present);

@@ -3,9 +3,11 @@
 
 use crate::context::Context;
 use crate::destination::Destination;
-use crate::destination::attempt::{AttemptHandle, DestinationAttempt, FIRST_EPOCH, Present};
+use crate::destination::attempt::{DestinationAttempt, FIRST_EPOCH};
+use crate::destination::call::{Call, allows};
 use crate::destination::companion::{About, Companions, Offered};
-use crate::destination::dispatch::{Call, allows};
+use crate::destination::disks::Disks;
+use crate::destination::handle::{AttemptHandle, Present};
 use crate::destination::local_content::Kept;
 use crate::destination::qemu::{DestinationQemu, DestinationQemuError};
 use crate::handover::ledger::{DestinationHandover, Ledger};
@@ -24,9 +26,8 @@ use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToSource, Verdict}
 use longhaul_storage::Journal;
 use longhaul_transport::{BulkOffer, Permission, TrustedHost};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::mpsc;
 use tokio::task::block_in_place;
 use tokio::time::Instant;
 
@@ -86,7 +87,7 @@ pub(crate) async fn prepare(
         guest: offer.guest.name.clone(),
         shown: Some((entry.clone(), Generation(offer.generation.0 + 1))),
     };
-    let mut companions = Companions::of(context, &about);
+    let mut companions = context.companions(&about);
     let mut offered = Offered {
         peer: &peer,
         offer,
@@ -98,16 +99,10 @@ pub(crate) async fn prepare(
         kept: Kept::default(),
     };
     companions.check(&mut offered).await?;
-    let (calls, called) = mpsc::channel(4);
-    let arrival = Arc::new(AttemptHandle {
-        migration: offered.offer.migration,
-        attempt: offered.offer.attempt,
-        source: peer.id,
-        state: Mutex::new(DestinationState::Beginning),
-        calls,
-    });
+    let of = (offered.offer.migration, offered.offer.attempt);
+    let (arrival, called) = AttemptHandle::new(of, peer.id, &DestinationState::Beginning);
     // From here on the attempt's task answers questions about it, not the journal.
-    let present = Present::new(context, arrival.clone());
+    let present = Present::new(&context.handles, arrival.clone());
     let mut journal = begin(context, &peer, &offered.offer)?;
     let launched = match note_incomplete(context, &mut journal, &offered.offer, disks) {
         Ok(()) => launch(context, call, &mut companions, &mut offered, &admission).await,
@@ -246,7 +241,7 @@ fn begin(context: &Destination, peer: &TrustedHost, offer: &Offer) -> Result<Jou
     // and its records may have been removed.
     let of = (offer.migration, offer.attempt);
     let later = |record: &Record| record.attempt() >= offer.attempt;
-    if context.attempts.is_closed(peer.id, of) || journal.records().iter().any(later) {
+    if context.closed.has(peer.id, of) || journal.records().iter().any(later) {
         return Err(invalid(&"this attempt is over"));
     }
     let began = Record::Began {
@@ -370,8 +365,11 @@ async fn launch(
     let host = &context.parts.config.name;
     let refusal = |error: DestinationQemuError| error.into_refusal(host);
     let bulk = bulk.map_err(|error| (refusal(error.into()), None))?;
-    let launched = DestinationQemu::launch(context, offered, admission).await;
-    let mut inbound = match launched {
+    let disks = Disks::new(&offered.offer, offered.disks, &offered.images);
+    let content = (disks, std::mem::take(&mut offered.kept));
+    let bases = std::mem::take(&mut offered.bases);
+    let launched = DestinationQemu::launch(context, &offered.offer, content, bases, admission);
+    let mut inbound = match launched.await {
         Ok(inbound) => inbound,
         Err(error) => return Err((refusal(error), Some(bulk))),
     };

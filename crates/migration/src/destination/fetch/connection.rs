@@ -1,7 +1,7 @@
 //! The source's connections while blocks are fetched, and the actions of the core.
 
 use crate::destination::attempt::{BulkEnd, receive_from};
-use crate::destination::dispatch::Call;
+use crate::destination::call::Call;
 use crate::destination::fetch::{Fetch, send};
 use crate::handover::ledger::{DestinationHandover, DestinationOwner};
 use longhaul_attempt::destination::{Action, Event};

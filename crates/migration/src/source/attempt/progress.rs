@@ -252,7 +252,7 @@ impl SourceAttempt {
         drop((outbound, companions));
         let reservation = match self.departed {
             Some(departed) => {
-                departed.keep(&source, entry, reservation);
+                source.keep(departed, entry, reservation);
                 None
             }
             None => Some(reservation),
