@@ -111,8 +111,8 @@ pub struct Image {
     /// does not depend on these locks.
     #[serde(default = "yes")]
     pub locks: bool,
-    /// Whether no other host sees it: it then moves along with an attached guest. Descriptions of
-    /// launched guests specify this themselves.
+    /// Whether no other host sees it: it then moves along with an attached guest, as a disk or as
+    /// the variables of its firmware. Descriptions of launched guests specify this themselves.
     #[serde(default)]
     pub local: bool,
     /// The same file on another host, where neither host can detect that: the operator's statement.

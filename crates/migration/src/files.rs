@@ -32,7 +32,12 @@ pub(crate) fn of_guest(
     guest: &GuestDescription,
 ) -> Vec<Result<Place, Staying>> {
     let mut places = Vec::new();
-    for staying in staying(guest) {
+    let stays = |file: &Staying| {
+        // A file of the firmware's variables that no other host sees moves along.
+        let image = config.images.get(&file.name);
+        guest.variables() != Some(&file.name) || !image.is_some_and(|image| image.local)
+    };
+    for staying in staying(guest).into_iter().filter(stays) {
         let kernel = || config.kernels.get(&staying.name);
         let image = || config.images.get(&staying.name);
         let path = match staying.kind {

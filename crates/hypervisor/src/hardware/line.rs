@@ -137,7 +137,7 @@ fn flash(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveError> {
     if let Some(variables) = &flash.variables {
         let image = image_called(config, variables)?;
         let used = Used {
-            shared: true,
+            shared: !image.local,
             ..Used::default()
         };
         nodes(line, "file-flash1", "flash1", image, &used);

@@ -1,7 +1,7 @@
 //! The images that are created for the disks of an arriving guest.
 //!
 //! ```text
-//! STATE/arriving/MIGRATION.note   which images were created, so that they can be removed
+//! STATE/arriving/MIGRATION[.KIND].note   which images were created, so that they can be removed
 //! ```
 //!
 //! The journal alone decides about them: they stay if it gives the guest to this host, and are
@@ -93,7 +93,6 @@ pub(crate) fn look_for_room(
     name: &str,
 ) -> Result<PathBuf, Refusal> {
     let config = &context.parts.config;
-    let here = &config.name;
     let described = guest.disks.iter().find(|disk| disk.name == name);
     let Some(described) = described.filter(|disk| disk.is_local()) else {
         return Err(invalid(format!(
@@ -101,16 +100,23 @@ pub(crate) fn look_for_room(
             guest.name
         )));
     };
+    free_path(context, &described.image, &format!("disk {name}"))
+}
+
+/// Returns the path of an image of the configuration, if a file can be created there. `of` says
+/// what the image is for.
+pub(crate) fn free_path(context: &Context, image: &str, of: &str) -> Result<PathBuf, Refusal> {
+    let config = &context.parts.config;
+    let here = &config.name;
     // Unknown names are also refused by the check of the whole description.
-    let Some(image) = config.hypervisor.images.get(&described.image) else {
-        let text = format!("{here} does not know the image {}", described.image);
+    let Some(known) = config.hypervisor.images.get(image) else {
+        let text = format!("{here} does not know the image {image}");
         return Err(refused(text, "name it under [images] in its configuration"));
     };
-    let path = image.path.clone();
+    let path = known.path.clone();
     // The refusal does not show paths of this host to the peer.
-    let image = &described.image;
     let refusal = |what: &str, hint: &str| {
-        let text = format!("{here} {what} the image {image} of disk {name}");
+        let text = format!("{here} {what} the image {image} of {of}");
         refused(text, format!("on {here}: {hint}"))
     };
     if fs::symlink_metadata(&path).is_ok() {
@@ -267,24 +273,59 @@ pub(crate) fn notes_in(state: &Path) -> NoteStore<Note> {
     NoteStore::of(state)
 }
 
-/// Creates the images of an offer's disks. Each is noted before it gets its final name.
+/// Creates the images of an offer's disks.
 pub(crate) fn make(
     context: &Context,
     offer: &Offer,
     places: &[Place],
 ) -> io::Result<Vec<Arc<RawDisk>>> {
-    if places.is_empty() {
-        return Ok(Vec::new());
+    let new = |place: &Place| {
+        Ok(NewImage {
+            path: place.path.clone(),
+            beginning: place.beginning().map_err(io::Error::other)?,
+            bytes: place.offered.image_bytes,
+        })
+    };
+    let new: Vec<NewImage> = places.iter().map(new).collect::<io::Result<_>>()?;
+    create(context, offer, None, &new)?;
+    let open = |place: &Place| {
+        let disk = RawDisk::open(&place.path, place.size()).map_err(io::Error::other)?;
+        Ok(Arc::new(disk))
+    };
+    places.iter().map(open).collect()
+}
+
+/// An image that is to be created.
+pub(crate) struct NewImage {
+    pub(crate) path: PathBuf,
+    /// Its first bytes. All others are zero.
+    pub(crate) beginning: Vec<u8>,
+    /// Its length.
+    pub(crate) bytes: u64,
+}
+
+/// Creates images for an offered guest. Each is noted before it gets its name: they are removed if
+/// the guest does not come. Each `kind` has a note of its own.
+pub(crate) fn create(
+    context: &Context,
+    offer: &Offer,
+    kind: Option<&str>,
+    images: &[NewImage],
+) -> io::Result<()> {
+    if images.is_empty() {
+        return Ok(());
     }
-    let (store, name) = (store(context), offer.migration.to_string());
-    let fresh = |place: &Place| {
-        let mut name = OsString::from(&place.path);
-        name.push(format!(".{}", offer.migration));
+    let store = store(context);
+    let migration = offer.migration;
+    let name = kind.map_or(migration.to_string(), |kind| format!("{migration}.{kind}"));
+    let fresh = |image: &NewImage| {
+        let mut name = OsString::from(&image.path);
+        name.push(format!(".{migration}"));
         PathBuf::from(name)
     };
-    let made = places.iter().map(|place| Made {
-        path: place.path.clone(),
-        fresh: fresh(place),
+    let made = images.iter().map(|image| Made {
+        path: image.path.clone(),
+        fresh: fresh(image),
         file: None,
     });
     let mut note = Note {
@@ -298,13 +339,12 @@ pub(crate) fn make(
         .map(Account::of)
         .transpose()
         .map_err(io::Error::other)?;
-    for (made, place) in note.images.iter_mut().zip(places) {
+    for (made, image) in note.images.iter_mut().zip(images) {
         let mut options = OpenOptions::new();
         let file = options.write(true).create_new(true).mode(0o600);
         let file = file.open(&made.fresh)?;
-        let beginning = place.beginning().map_err(io::Error::other)?;
-        file.write_all_at(&beginning, 0)?;
-        file.set_len(place.offered.image_bytes)?;
+        file.write_all_at(&image.beginning, 0)?;
+        file.set_len(image.bytes)?;
         if let Some(account) = &account {
             nix::unistd::fchown(&file, Some(account.uid), Some(account.gid))?;
         }
@@ -313,16 +353,13 @@ pub(crate) fn make(
         file.sync_all()?;
     }
     store.write(&name, &note)?;
-    let mut disks = Vec::new();
-    for (made, place) in note.images.iter().zip(places) {
+    for made in &note.images {
         // A link, unlike a rename, does not replace a file that someone else has put there.
         fs::hard_link(&made.fresh, &made.path)?;
         fs::remove_file(&made.fresh)?;
         File::open(made.path.parent().unwrap_or(Path::new("/")))?.sync_all()?;
-        let disk = RawDisk::open(&made.path, place.size()).map_err(io::Error::other)?;
-        disks.push(Arc::new(disk));
     }
-    Ok(disks)
+    Ok(())
 }
 
 /// The decision about images that were created.
@@ -352,7 +389,7 @@ pub(crate) fn sweep(context: &Context) {
 }
 
 fn sweep_one(context: &Context, name: &str, note: &Note) -> io::Result<()> {
-    let migration = name.parse();
+    let migration = name.split('.').next().unwrap_or(name).parse();
     let migration = migration.map_err(|_| io::Error::other("it has no migration's name"))?;
     match fate(context, migration, note)? {
         Fate::Open => return Ok(()),
