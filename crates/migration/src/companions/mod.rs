@@ -6,6 +6,7 @@ mod base_images;
 mod disk_exports;
 mod disk_images;
 mod fencing;
+mod flash_variables;
 mod hooks;
 mod local_content;
 mod shared_files;
@@ -21,6 +22,7 @@ pub(crate) fn at_destination(about: &destination::About) -> Vec<Box<dyn destinat
         Box::new(hooks::Arrival::new(about())),
         Box::new(shared_files::Arrival::new(about())),
         Box::new(disk_images::Arrival::new(about())),
+        Box::new(flash_variables::Arrival::new(about())),
         Box::new(base_images::Arrival::new(about())),
         Box::new(local_content::Arrival::new(about())),
         Box::new(disk_exports::Arrival::new(about())),
@@ -33,6 +35,7 @@ pub(crate) fn at_source(about: &source::About) -> Vec<Box<dyn source::Companion>
     vec![
         Box::new(fencing::Departure::new(about())),
         Box::new(hooks::Departure::new(about())),
+        Box::new(flash_variables::Departure::new(about())),
         Box::new(disk_exports::Departure::new(about())),
     ]
 }
@@ -42,6 +45,7 @@ pub(crate) fn residues() -> Vec<Box<dyn Residue>> {
     vec![
         Box::new(fencing::Marks),
         Box::new(disk_images::Images),
+        Box::new(flash_variables::Images),
         Box::<disk_exports::Exports>::default(),
         Box::<base_images::Exports>::default(),
         Box::new(local_content::CachedMemory),
