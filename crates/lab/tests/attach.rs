@@ -25,6 +25,21 @@ const LINK: &str = "400mbit,4ms";
 /// So slow that there is time for actions during the move.
 const SLOW: [&str; 2] = ["--bandwidth", "40mbit"];
 
+/// Firmware that QEMU's packages bring, in flash.
+const FIRMWARE: &str = "/usr/share/seabios/bios-256k.bin";
+
+/// Returns the path of the firmware's variables on a host. Each host has a file of its own.
+fn variables(stage: &Stage, host: usize) -> PathBuf {
+    let host = stage.lab.host(host).unwrap();
+    host.folder().join("variables.fd")
+}
+
+/// Returns what a guest's firmware has stored.
+fn variables_of(guest: &str) -> Vec<u8> {
+    let line = format!("the boot entries of {guest}\n");
+    line.bytes().cycle().take(128 << 10).collect()
+}
+
 /// A guest that a script started on the first host.
 struct Script {
     guest: Running,
@@ -43,15 +58,18 @@ impl Script {
         for host in 0..2 {
             let config = stage.lab.host(host).unwrap().folder().join("agent.toml");
             let text = fs::read_to_string(&config).unwrap();
+            let variables = variables(stage, host);
             let image = format!(
                 "\n[images.{name}]\npath = {disk:?}\nformat = \"raw\"\ndirect = false\n\
-                 [networks]\nunplugged = \"none\"\n"
+                 [images.variables]\npath = {variables:?}\nformat = \"raw\"\nlocal = true\n\
+                 [firmware]\nseabios = {FIRMWARE:?}\n[networks]\nunplugged = \"none\"\n"
             );
             fs::write(&config, text + &image).unwrap();
             stage.product.agent_mut(host).unwrap().kill().unwrap();
         }
         stage.restart(&[0, 1]);
         let host = stage.lab.host(0).unwrap();
+        fs::write(variables(stage, 0), variables_of(name)).unwrap();
         let folder = host.folder().join(name);
         fs::create_dir(&folder).unwrap();
         let accelerator = match stage.product.has_kvm(0).unwrap() {
@@ -71,7 +89,10 @@ impl Script {
              -object rng-random,filename=/dev/urandom,id=r -device virtio-rng-pci,rng=r \
              -device qemu-xhci -device usb-tablet \
              -object iothread,id=io -device virtio-balloon,free-page-hint=on,iothread=io \
+             -drive if=pflash,format=raw,readonly=on,file={FIRMWARE} \
+             -drive if=pflash,format=raw,file={variables} \
              -rtc driftfix=slew -qmp unix:qmp.sock,server,nowait\n",
+            variables = variables(stage, 0).display(),
             qemu = installed::qemu(version).unwrap().display(),
             kernel = installed::kernel().unwrap().display(),
             host = host.folder().display(),
@@ -179,6 +200,9 @@ fn a_script_s_guest_is_moved_and_verified() {
         let verify = finished.report.as_ref().unwrap().verify.as_ref().unwrap();
         assert_eq!(verify.different_blocks, 0, "{verify:?}");
         script.guest.assert_moved(&stage, 0, &finished);
+        let stored = fs::read(variables(&stage, 1)).unwrap();
+        assert!(stored == variables_of("foreign"), "other variables came");
+        assert!(!variables(&stage, 0).exists(), "they stay under their name");
         // It is an ordinary guest from here on, and moves back into Longhaul's own folder.
         script
             .guest
@@ -186,6 +210,8 @@ fn a_script_s_guest_is_moved_and_verified() {
             .attach(&script.guest.socket(&stage, 0))
             .unwrap();
         script.guest.move_verified(&stage, 1);
+        let stored = fs::read(variables(&stage, 0)).unwrap();
+        assert!(stored == variables_of("foreign"), "other variables came");
         script.guest.end(&stage);
     }
 }
@@ -225,6 +251,7 @@ fn a_move_that_is_stopped_leaves_a_script_s_guest_as_it_was() {
             "{version}: the move changed something"
         );
         script.guest.assert_nothing_on(&stage, 1);
+        assert!(variables(&stage, 0).exists() && !variables(&stage, 1).exists());
         agent.run(&["guests", "detach", "kept"]).unwrap();
         let state = stage
             .lab

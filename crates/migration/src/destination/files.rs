@@ -87,6 +87,7 @@ pub(crate) async fn prove(
     let known = files.iter().flatten().map(|place| &place.staying);
     let known: Vec<_> = known.map(|file| (file.kind, file.name.clone())).collect();
     question.only_there(&known, claims, &mut proof);
+    question.shared_there(&known, claims, &mut proof);
     for place in files {
         // Other checks refuse names that are unknown here.
         let Ok(place) = place else { continue };
@@ -114,6 +115,9 @@ impl Question<'_> {
             let has_kernel = claims.iter().any(|claim| of(claim, FileKind::Kernel));
             match staying.kind == FileKind::Initrd && has_kernel {
                 true => self.only_one(&staying.name, (self.here, self.peer), proof),
+                false if self.guest.variables() == Some(&staying.name) => {
+                    self.one_is_local(&staying.name, (self.peer, self.here), proof);
+                }
                 false => self.untold(&[staying.to_string()], proof),
             }
             return None;
@@ -204,6 +208,30 @@ impl Question<'_> {
         for name in initrds.map(|claim| &claim.name).filter(lacks) {
             self.only_one(name, (self.peer, self.here), proof);
         }
+    }
+
+    /// Refuses an image of the firmware's variables that is `local` here and not at the source.
+    fn shared_there(&self, known: &[(FileKind, String)], claims: &[FileClaim], proof: &mut Proof) {
+        let Some(name) = self.guest.variables() else {
+            return;
+        };
+        let claimed = |claim: &FileClaim| claim.kind == FileKind::Image && claim.name == *name;
+        if !known.contains(&(FileKind::Image, name.clone())) && claims.iter().any(claimed) {
+            self.one_is_local(name, (self.here, self.peer), proof);
+        }
+    }
+
+    fn one_is_local(&self, name: &str, (local, shared): (&str, &str), proof: &mut Proof) {
+        proof.refuse(
+            format!(
+                "image {name}, which holds the firmware's variables, moves along from {local} and \
+                 not from {shared}"
+            ),
+            format!(
+                "if each host has a file of its own: write `local = true` under [images.{name}] on \
+                 both; if it is one file: on neither"
+            ),
+        );
     }
 
     fn only_one(&self, name: &str, (has, lacks): (&str, &str), proof: &mut Proof) {

@@ -92,7 +92,6 @@ pub(crate) fn look_for_room(
     guest: &GuestDescription,
     name: &str,
 ) -> Result<PathBuf, Refusal> {
-    let config = &context.parts.config;
     let described = guest.disks.iter().find(|disk| disk.name == name);
     let Some(described) = described.filter(|disk| disk.is_local()) else {
         return Err(invalid(format!(
