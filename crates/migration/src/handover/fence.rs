@@ -11,9 +11,8 @@ use crate::host::hooks::Step;
 use crate::status::failure;
 use crate::status::registry::Taken;
 use longhaul_api::{ApiError, Check, ErrorCode};
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::config::HostConfig;
-use longhaul_hypervisor::guest::Guest;
-use longhaul_hypervisor::starter::Starter;
 use longhaul_protocol::guest::GuestDescription;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
@@ -161,7 +160,7 @@ impl Context {
     pub(crate) fn starter_check(&self, guest: &Guest) -> Check {
         let name = guest.name();
         let hint = "docs/operating.md, \"Fencing\", says what a hook must do";
-        let starter = match Starter::of(guest) {
+        let starter = match self.parts.guests.starter(guest) {
             Ok(Some(starter)) => starter,
             Ok(None) => return Check::warn("fencing", format!("{name} has no process"), hint),
             Err(error) => {

@@ -29,9 +29,8 @@ use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record, Terms};
 use longhaul_engine::source::{Source, SourceError};
 use longhaul_engine::strategy::Strategy;
-use longhaul_hypervisor::guest::{self, Found, Guest};
-use longhaul_hypervisor::memory;
-use longhaul_hypervisor::qmp::Qmp;
+use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_hypervisor::{Guest, memory};
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{
     DisksOffer, FilesOffer, Keeps, Offer, Query, ToDestination, ToSource, Verdict,
@@ -63,12 +62,9 @@ pub(crate) struct Candidate {
 
 /// Finds a guest and a host by name. Refuses what can be refused without a question to either.
 pub(crate) fn candidate(context: &Context, name: &str, to: &str) -> Result<Candidate, ApiError> {
-    let found = guest::find_all(&context.parts.config.state)
-        .map_err(|error| failure::internal(&format!("cannot look for guests: {error}")))?;
-    let running = found.into_iter().find_map(|found| match found {
-        Found::Running(guest) if guest.name() == name => Some(guest),
-        Found::Running(_) | Found::Ended(_) | Found::Damaged { .. } => None,
-    });
+    let found = context.parts.guests.find(name);
+    let running =
+        found.map_err(|error| failure::internal(&format!("cannot look for guests: {error}")))?;
     let right = context
         .rights
         .get(name)
@@ -83,7 +79,7 @@ pub(crate) fn candidate(context: &Context, name: &str, to: &str) -> Result<Candi
         return Err(error.hint("`longhaul guests` lists those that do"));
     };
     let generation = match right {
-        None => Generation(guest.record().generation.max(1)),
+        None => Generation(guest.generation().max(1)),
         Some(right) => match right.holder {
             longhaul_storage::Holder::Here => right.generation,
             longhaul_storage::Holder::Elsewhere { host } => {
@@ -208,11 +204,14 @@ impl Preparing {
             host,
             generation,
         } = &self.candidate;
-        let qmp = guest.connect().await.map_err(|error| qemu(&error))?;
+        let guests = &self.context.parts.guests;
+        let lease = guests.lease(guest, COMMAND_TIMEOUT).await;
+        let lease = lease.map_err(|error| qemu(&error))?;
+        let qmp = lease.qmp();
         // Begun before the disks are examined, so that no change falls in between.
-        let graph = GraphWatch::begin(&qmp).await?;
+        let graph = GraphWatch::begin(qmp).await?;
         let examining = async {
-            let (machine, blockers) = plan::examine(&self.context, guest, &qmp).await?;
+            let (machine, blockers) = plan::examine(&self.context, guest, qmp).await?;
             match blockers.into_iter().next() {
                 Some(blocker) => {
                     Err(ApiError::new(ErrorCode::Refused, blocker.text).hint(blocker.hint))
@@ -226,9 +225,9 @@ impl Preparing {
             control.map_err(|error| failure::connect(&host.name, &error))
         };
         let asked = self.request.disks;
-        let looking = async { Ok(Known::of(guest, asked, &qmp).await) };
+        let looking = async { Ok(Known::of(guest, asked, qmp).await) };
         let (machine, paused, control, mut known) =
-            tokio::try_join!(examining, is_paused(&qmp), connecting, looking)?;
+            tokio::try_join!(examining, is_paused(qmp), connecting, looking)?;
         let limit = self.share.of(self.request.bandwidth_bps);
         known.limit(self.context.link_rate(&host.name), limit, control.rtt());
         tracing::debug!(guest = guest.name(), ?known, "what disks are chosen by");
@@ -239,7 +238,7 @@ impl Preparing {
             .context
             .leave(&self.entry, guest.description(), &host.name, next);
         self.unless_cancelled(leaving).await??;
-        let mut outbound = SourceQemu::attach(guest.clone(), qmp)
+        let mut outbound = SourceQemu::attach(guests.clone(), guest.clone(), lease)
             .await
             .map_err(crate::source::qemu::SourceQemuError::into_api)?;
         let memory = outbound.regions().len();

@@ -26,8 +26,9 @@ use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve,
 use longhaul_attempt::Source as Core;
 use longhaul_attempt::source::{Action, Cause, Config, DialError, Event, FromDestination};
 use longhaul_engine::handover::{SourceState, Terms};
-use longhaul_hypervisor::guest::Guest;
-use longhaul_hypervisor::memory::{self, Continuation};
+use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::manager::Stays;
+use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Epoch, MigrationId};
 use longhaul_storage::Journal;
@@ -126,10 +127,8 @@ impl SourceOwner for RecoveredSource {
             }
             Action::Quit => {
                 let ledger = &self.handover.ledger;
-                if let Err(error) =
-                    crate::host::qemu::remove(&ledger.context.parts.config.state, &ledger.guest)
-                        .await
-                {
+                let guests = &ledger.context.parts.guests;
+                if let Err(error) = guests.confirm(&ledger.guest, None).await {
                     tracing::error!(guest = ledger.guest, %error, "something is left over");
                 }
                 let state = &ledger.context.parts.config.state;
@@ -512,28 +511,27 @@ impl RecoveredSource {
         let here = &ledger.context.parts.config.name;
         let guest = &ledger.guest;
         let records = of_attempt(&ledger.journal, ledger.terms);
-        let (resumed, state) =
-            match crate::host::qemu::find(&ledger.context.parts.config.state, guest) {
-                Ok(Some(found)) if is_stale(&records, found.description()) => {
-                    ledger.context.keep_sweeping_fronts();
-                    (true, stale(guest, here))
-                }
-                Ok(Some(found)) => match resume(&found, !self.paused, &ledger.context).await {
-                    Ok(()) if self.paused => (true, format!("{guest} is paused on {here}")),
-                    Ok(()) => (true, format!("{guest} runs on {here}")),
-                    Err(error) => (
-                        false,
-                        format!(
-                            "{guest} could not be resumed on {here}, which is tried again: {error}"
-                        ),
-                    ),
-                },
-                Ok(None) => (true, format!("{guest} does not run on {here}")),
+        let (resumed, state) = match ledger.context.parts.guests.find(guest) {
+            Ok(Some(found)) if is_stale(&records, found.description()) => {
+                ledger.context.keep_sweeping_fronts();
+                (true, stale(guest, here))
+            }
+            Ok(Some(found)) => match resume(&found, !self.paused, &ledger.context).await {
+                Ok(()) if self.paused => (true, format!("{guest} is paused on {here}")),
+                Ok(()) => (true, format!("{guest} runs on {here}")),
                 Err(error) => (
                     false,
-                    format!("cannot determine whether {guest} runs on {here}: {error}"),
+                    format!(
+                        "{guest} could not be resumed on {here}, which is tried again: {error}"
+                    ),
                 ),
-            };
+            },
+            Ok(None) => (true, format!("{guest} does not run on {here}")),
+            Err(error) => (
+                false,
+                format!("cannot determine whether {guest} runs on {here}: {error}"),
+            ),
+        };
         tracing::info!(guest, "{state}");
         let reason = "the source's agent was restarted";
         let error = self
@@ -678,20 +676,17 @@ fn phase(state: &SourceState) -> Phase {
 }
 
 async fn resume(guest: &Guest, run: bool, context: &Arc<Context>) -> Result<(), String> {
-    let qmp = guest.connect().await.map_err(|error| error.to_string())?;
+    let guests = &context.parts.guests;
+    let lease = guests.lease(guest, COMMAND_TIMEOUT).await;
+    let lease = lease.map_err(|error| error.to_string())?;
     let state = &context.parts.config.state;
-    let stopped = guest.folder().is_stop_noted() || exports::are_stopping(state, guest.name());
-    memory::resume(&qmp, Continuation::of(run, stopped))
-        .await
-        .map_err(|error| error.to_string())?;
-    if let Err(error) = guest.folder().forget_stop() {
-        tracing::error!(guest = guest.name(), %error, "cannot note that it continues");
-    }
-    // The settings of its QEMU from before the move.
-    memory::Settings::restore_kept(&qmp, &guest.folder().settings())
-        .await
-        .map_err(|error| error.to_string())?;
-    if let Err(error) = exports::take_out(state, guest, &qmp).await {
+    let stays = Stays::Interrupted {
+        ran: run,
+        stopped: exports::are_stopping(state, guest.name()),
+    };
+    let aborted = guests.abort_outgoing(guest, &lease, stays).await;
+    aborted.map_err(|error| error.to_string())?;
+    if let Err(error) = exports::take_out(state, guest, lease.qmp()).await {
         tracing::error!(guest = guest.name(), %error, "still below a disk");
         context.keep_sweeping_fronts();
     }

@@ -10,7 +10,8 @@ use crate::host::retained_qemus::Retained;
 use crate::status::migration::Entry;
 use crate::status::registry::{Reservation, Taken};
 use longhaul_api::{KeptMemoryReport, Phase};
-use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::manager::Found;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_protocol::BlockRange;
 use longhaul_protocol::units::show_bytes;
@@ -83,8 +84,7 @@ impl Memory for Read<'_> {
         let read = memory.read(*place, &[range], into);
         read.map_err(|error| error.to_string())?;
         // The process id may have been reused.
-        let process = guest.record().process.as_ref();
-        match process.map(|id| id.is_alive()) {
+        match guest.process().map(|id| id.is_alive()) {
             Some(Ok(true)) => Ok(()),
             _ => Err("QEMU has ended".to_owned()),
         }
@@ -206,6 +206,11 @@ fn folder(state: &Path) -> PathBuf {
     state.join("departed")
 }
 
+/// Returns whether this is the guest, and has a QEMU or a record that cannot be used.
+fn is_left_over(found: &Found, guest: &str) -> bool {
+    found.name() == guest && !matches!(found, Found::Ended(_))
+}
+
 fn note(state: &Path, guest: &str) -> io::Result<()> {
     let folder = folder(state);
     create_folder(&RealFiles, &folder)?;
@@ -225,9 +230,11 @@ impl Context {
     /// Ends the QEMU of a departed guest, and the exports below its disks.
     async fn end_departed(&self, guest: &str) {
         let state = &self.parts.config.state;
-        let removed = crate::host::qemu::remove(&self.parts.config.state, guest).await;
-        let stands =
-            removed.and_then(|()| crate::host::qemu::find(&self.parts.config.state, guest));
+        if let Err(error) = self.parts.guests.confirm(guest, None).await {
+            tracing::error!(guest, %error, "something of it is left over");
+        }
+        let found = self.parts.guests.list();
+        let stands = found.map(|found| found.into_iter().find(|found| is_left_over(found, guest)));
         if !matches!(stands, Ok(None)) {
             // The agent finds the note after its next start.
             return tracing::error!(guest, ?stands, "its QEMU is left over");
