@@ -1,4 +1,5 @@
-//! Finds which modules of a package import which others, from their `crate::` paths.
+//! Finds which modules of a package import which others, from their `crate::` paths, and which
+//! refused words they use.
 
 use std::collections::BTreeSet;
 
@@ -37,6 +38,17 @@ pub fn findings(path: &str, text: &str, may: &[&str]) -> Vec<String> {
         .collect()
 }
 
+/// Returns the words of a list that a source uses outside its comments, with their replacements.
+pub fn refused<'a>(text: &str, words: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
+    let is_code = |line: &&str| !line.trim_start().starts_with("//");
+    let used = |word: &str| text.lines().filter(is_code).any(|line| line.contains(word));
+    words
+        .iter()
+        .copied()
+        .filter(|(word, _)| used(word))
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -61,5 +73,13 @@ mod tests {
         );
         assert!(findings("source/plan.rs", text, &["host", "verify"]).is_empty());
         assert_eq!(findings("host/a.rs", "use crate::{x};", &[]).len(), 1);
+    }
+
+    #[test]
+    fn refused_words_are_found_outside_comments() {
+        let words = [("guest::find", "a manager"), ("Qmp::connect", "a lease")];
+        let text = "/// Not [`Qmp::connect`].\nfn f() {\n    guest::find_all(state);\n}\n";
+        assert_eq!(refused(text, &words), [("guest::find", "a manager")]);
+        assert!(refused("    // guest::find\nguests.find(name);", &words).is_empty());
     }
 }

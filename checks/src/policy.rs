@@ -128,6 +128,23 @@ const BELOW_THE_ENDS: [&str; 9] = [
     "channel", "context", "disks", "files", "handover", "host", "limits", "status", "verify",
 ];
 
+/// Words that the sources of `crates/migration` do not use, and what they use instead. A migration
+/// reaches a guest through its manager, so that other managers fit in.
+pub const BEHIND_MANAGERS: [(&str, &str); 9] = [
+    ("guest::find", "GuestManager::find"),
+    ("RecordedGuest", "the handle hypervisor::Guest"),
+    ("GuestFolder", "the handle hypervisor::Guest"),
+    ("hypervisor::folder", "the handle hypervisor::Guest"),
+    ("launch::", "GuestManager::launch_incoming"),
+    ("Launcher", "GuestManager"),
+    ("parts.launcher", "parts.guests"),
+    ("Qmp::connect", "GuestManager::lease"),
+    ("memory::resume", "GuestManager::abort_outgoing or commit"),
+];
+
+/// The only source of `crates/migration` that names the managers of a host: it makes them.
+pub const MAKES_MANAGERS: &str = "crates/migration/src/host/state.rs";
+
 /// Third-party packages allowed in a core, and why they do no I/O of their own.
 pub const CORE_DEPENDENCIES: [(&str, &str); 15] = [
     ("arrayvec", "of blake3: arrays that fill up"),

@@ -150,6 +150,20 @@ fn the_ends_of_a_migration_do_not_know_each_other() {
 }
 
 #[test]
+fn a_migration_reaches_guests_through_their_manager() {
+    assert!(FILES.contains_key(policy::MAKES_MANAGERS));
+    let mut findings = Vec::new();
+    let sources = FILES
+        .iter()
+        .filter(|(path, _)| path.starts_with("crates/migration/src/"));
+    for (path, text) in sources.filter(|(path, _)| *path != policy::MAKES_MANAGERS) {
+        let refused = modules::refused(text, &policy::BEHIND_MANAGERS).into_iter();
+        findings.extend(refused.map(|(word, instead)| format!("{path}: `{word}`: use {instead}")));
+    }
+    none(findings, "see BEHIND_MANAGERS in checks/src/policy.rs");
+}
+
+#[test]
 fn licences_fit() {
     none(
         GRAPH.licence_findings(),

@@ -6,12 +6,14 @@
 //!                   record.toml        the QEMU that runs it
 //!                   settings.json      QEMU's migration settings before a move
 //!                   stopped            exists while a move has stopped the guest
+//!                   sent-by            the host that sent the guest, if it came by a migration
 //!                   qemu.log           QEMU's output
 //!                   run/               sockets; belongs to QEMU's user
 //! ```
 
 use crate::process::{Account, ProcessId};
 use crate::scope::Scope;
+use longhaul_protocol::HostId;
 use longhaul_protocol::guest::GuestDescription;
 use nix::unistd::chown;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -26,6 +28,9 @@ const SOCKET_PATH_BYTES_MAX: usize = 107;
 const FILE_BYTES_MAX: u64 = 1 << 20;
 /// The number of bytes at the end of QEMU's log that are read for display.
 const LOG_TAIL_BYTES: u64 = 2048;
+
+/// The file that names the host that sent the guest.
+const SENT_BY: &str = "sent-by";
 
 /// Paths of a guest's files.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -119,19 +124,30 @@ impl GuestFolder {
         self.run().join(format!("channel-{name}"))
     }
 
+    /// Records the host that sent the guest.
+    pub(crate) fn note_sender(&self, sender: HostId) -> io::Result<()> {
+        fs::write(self.path.join(SENT_BY), format!("{sender}\n"))
+    }
+
+    /// Returns the host that sent the guest, if that is known.
+    pub(crate) fn sender(&self) -> Option<HostId> {
+        let text = fs::read_to_string(self.path.join(SENT_BY)).ok()?;
+        text.trim().parse().ok()
+    }
+
     /// Returns the path of QEMU's migration settings from before a move changed them.
-    pub fn settings(&self) -> PathBuf {
+    pub(crate) fn settings(&self) -> PathBuf {
         self.path.join("settings.json")
     }
 
     /// Records that a move is about to stop the guest. It need not survive the host: neither does
     /// the guest.
-    pub fn note_stop(&self) -> io::Result<()> {
+    pub(crate) fn note_stop(&self) -> io::Result<()> {
         File::create(self.stop_mark()).map(drop)
     }
 
     /// Records that no move has stopped the guest.
-    pub fn forget_stop(&self) -> io::Result<()> {
+    pub(crate) fn forget_stop(&self) -> io::Result<()> {
         match fs::remove_file(self.stop_mark()) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
@@ -139,7 +155,7 @@ impl GuestFolder {
     }
 
     /// Returns whether a move may have stopped the guest.
-    pub fn is_stop_noted(&self) -> bool {
+    pub(crate) fn is_stop_noted(&self) -> bool {
         self.stop_mark().exists()
     }
 

@@ -1,12 +1,12 @@
-//! Finds a guest's QEMU again after a restart of the agent, connects to it, and ends it.
+//! Finds a guest's QEMU again after a restart of the agent, connects to it, and ends it, by the
+//! guest's folder.
 //!
-//! [`Guest`] is the handle of a guest in the rest of Longhaul, whatever program started its QEMU: a
-//! control socket, a process, a description. Its source here is a folder written by
-//! [`crate::launch`]; guests started by libvirt, Proxmox or an operator will be further sources of
-//! the same handle.
+//! [`crate::launch`] and [`crate::attach`] write the folder. Migrations see these guests as
+//! [`crate::launcher::Launcher`] shows them, as handles ([`crate::manager::Guest`]).
 
 use crate::description;
 use crate::folder::{GuestFolder, Record};
+use crate::manager::{Facts, Guest};
 use crate::process::{Account, Process, ProcessId};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::scope::Scope;
@@ -26,9 +26,9 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(60);
 /// The time limit for an answer from the control socket of a QEMU that is to end anyway.
 const LAST_WORD_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A guest that has a QEMU on this host, or had one that died.
+/// A guest with a folder: it has a QEMU on this host, or had one that died.
 #[derive(Debug, Clone)]
-pub struct Guest {
+pub struct RecordedGuest {
     folder: GuestFolder,
     description: GuestDescription,
     record: Record,
@@ -38,9 +38,9 @@ pub struct Guest {
 #[derive(Debug)]
 pub enum Found {
     /// Its QEMU runs.
-    Running(Guest),
+    Running(RecordedGuest),
     /// Its QEMU has ended, by itself or with the machine.
-    Ended(Guest),
+    Ended(RecordedGuest),
     /// Its content cannot be read; nothing was changed.
     Damaged {
         /// The folder.
@@ -70,8 +70,8 @@ pub fn find_all(state: &Path) -> io::Result<Vec<Found>> {
     Ok(GuestFolder::all(state)?.into_iter().map(find).collect())
 }
 
-fn find(folder: GuestFolder) -> Found {
-    let look = || -> io::Result<(Guest, bool)> {
+pub(crate) fn find(folder: GuestFolder) -> Found {
+    let look = || -> io::Result<(RecordedGuest, bool)> {
         let description = folder.description()?;
         description::check(&description).map_err(io::Error::other)?;
         if description.name != folder.name() {
@@ -89,7 +89,7 @@ fn find(folder: GuestFolder) -> Found {
             Some(id) => id.is_alive()?,
             None => false,
         };
-        let guest = Guest {
+        let guest = RecordedGuest {
             folder: folder.clone(),
             description,
             record,
@@ -141,7 +141,7 @@ pub(crate) fn unique(folder: &GuestFolder) -> u32 {
     })
 }
 
-impl Guest {
+impl RecordedGuest {
     pub(crate) fn new(folder: GuestFolder, description: GuestDescription, record: Record) -> Self {
         Self {
             folder,
@@ -176,11 +176,6 @@ impl Guest {
         self.record.attached.is_some()
     }
 
-    /// Forgets a guest that another program started; its QEMU goes on unchanged.
-    pub fn detach(&self) -> io::Result<()> {
-        self.folder.remove()
-    }
-
     /// Returns the record of its QEMU.
     pub fn record(&self) -> &Record {
         &self.record
@@ -205,8 +200,25 @@ impl Guest {
         self.write_record()
     }
 
+    /// Returns the handle for migrations.
+    pub fn handle(&self) -> Guest {
+        let channel = |name: &String| (name.clone(), self.folder.channel(name));
+        let channels = self.description.channels.iter();
+        // The program that started an attached guest decides where its channels lead.
+        let channels = channels.filter(|_| !self.is_attached());
+        Guest::from(Facts {
+            description: self.description.clone(),
+            generation: self.record.generation,
+            process: self.record.process.clone(),
+            attached: self.is_attached(),
+            sender: self.folder.sender(),
+            log: self.folder.log(),
+            channels: channels.map(|one| channel(&one.name)).collect(),
+        })
+    }
+
     /// Records the current generation of the right to run.
-    pub fn set_generation(&mut self, generation: u64) -> io::Result<()> {
+    pub(crate) fn set_generation(&mut self, generation: u64) -> io::Result<()> {
         let record = Record {
             generation,
             ..self.record.clone()
@@ -250,7 +262,7 @@ impl Guest {
     }
 
     async fn end(&self, process: &Process, qmp: Option<&Qmp>) -> io::Result<()> {
-        if let Err(error) = self.quit(qmp).await {
+        if let Err(error) = self.ask_to_quit(qmp).await {
             tracing::debug!(guest = self.name(), %error, "QEMU could not be asked to quit");
         } else if timeout(END_TIMEOUT, process.ended()).await.is_ok() {
             return Ok(());
@@ -270,7 +282,7 @@ impl Guest {
         Ok(())
     }
 
-    async fn quit(&self, qmp: Option<&Qmp>) -> Result<(), QmpError> {
+    async fn ask_to_quit(&self, qmp: Option<&Qmp>) -> Result<(), QmpError> {
         let own;
         let qmp = match qmp {
             Some(qmp) => qmp,
@@ -279,11 +291,7 @@ impl Guest {
                 &own
             }
         };
-        match qmp.execute("quit", json!({}), LAST_WORD_TIMEOUT).await {
-            // QEMU may exit before its answer is sent.
-            Ok(_) | Err(QmpError::Closed { .. }) => Ok(()),
-            Err(error) => Err(error),
-        }
+        quit(qmp).await
     }
 
     async fn clean_up(&self) -> Result<(), StopError> {
@@ -309,6 +317,15 @@ impl Guest {
             what,
             source,
         }
+    }
+}
+
+/// Tells a QEMU to end.
+pub(crate) async fn quit(qmp: &Qmp) -> Result<(), QmpError> {
+    match qmp.execute("quit", json!({}), LAST_WORD_TIMEOUT).await {
+        // QEMU may exit before its answer is sent.
+        Ok(_) | Err(QmpError::Closed { .. }) => Ok(()),
+        Err(error) => Err(error),
     }
 }
 

@@ -14,7 +14,7 @@ use crate::config::{HostConfig, RunsAsRoot};
 use crate::description::{self, DescriptionError};
 use crate::disk::base::Base;
 use crate::folder::{GuestFolder, PathTooLong, Record};
-use crate::guest::{Guest, StopError, account, scope_name, unique};
+use crate::guest::{RecordedGuest, StopError, account, scope_name, unique};
 use crate::process::{Process, ProcessId};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::scope::{Program, Scope, ScopeLimits, start};
@@ -133,7 +133,7 @@ impl Launch<'_> {
     ///
     /// The future must be driven to completion: if dropped earlier, it leaves a guest behind that
     /// [`crate::guest::find_all`] finds.
-    pub async fn run(&self, config: &HostConfig) -> Result<(Guest, Qmp), LaunchError> {
+    pub async fn run(&self, config: &HostConfig) -> Result<(RecordedGuest, Qmp), LaunchError> {
         description::check(self.description)?;
         config.qemu.check_user()?;
         let name = &self.description.name;
@@ -172,7 +172,7 @@ impl Launch<'_> {
                 false => self.host("making its folder")(source),
             }
         })?;
-        let mut guest = Guest::new(
+        let mut guest = RecordedGuest::new(
             folder.clone(),
             self.description.clone(),
             Record {
@@ -210,7 +210,7 @@ impl Launch<'_> {
 
     async fn bring_up(
         &self,
-        guest: &mut Guest,
+        guest: &mut RecordedGuest,
         wires: impl Iterator<Item = (&str, &str)>,
         program: &Program<'_>,
     ) -> Result<Qmp, LaunchError> {
@@ -255,7 +255,7 @@ impl Launch<'_> {
     }
 
     /// Connects as soon as QEMU listens.
-    async fn connect(&self, guest: &Guest, process: &Process) -> Result<Qmp, LaunchError> {
+    async fn connect(&self, guest: &RecordedGuest, process: &Process) -> Result<Qmp, LaunchError> {
         let path = guest.folder().qmp();
         let deadline = Instant::now() + START_TIMEOUT;
         let connected = async {
@@ -296,7 +296,7 @@ impl Launch<'_> {
         move |source| LaunchError::Qmp { name, source }
     }
 
-    fn ended(&self, guest: &Guest) -> LaunchError {
+    fn ended(&self, guest: &RecordedGuest) -> LaunchError {
         LaunchError::Ended {
             name: guest.name().to_owned(),
             log: guest.folder().log_tail(),

@@ -2,7 +2,8 @@
 //!
 //! A host's configuration ([`config`]) defines the names in a guest's description; [`launch`]
 //! starts a QEMU from the two, [`guest`] finds and ends it, [`observe`] reads its machine,
-//! [`capabilities`] determines beforehand what this host can run.
+//! [`capabilities`] determines beforehand what this host can run. [`manager`] is the interface to
+//! the owner of a guest, and [`launcher`] its implementation for Longhaul's own guests.
 
 pub mod attach;
 mod balloon;
@@ -20,6 +21,8 @@ pub mod guest_agent;
 mod hardware;
 pub mod helper;
 pub mod launch;
+pub mod launcher;
+pub mod manager;
 pub mod memory;
 pub mod observe;
 mod open_files;
@@ -33,6 +36,6 @@ pub mod tested;
 
 pub use capabilities::Accelerator;
 pub use command_line::ResolveError;
-pub use guest::Guest;
+pub use manager::Guest;
 pub use open_files::has_open;
 pub use qmp::Qmp;

@@ -10,7 +10,6 @@
 //! | a service, or a scope that is not a login session | systemd |
 //! | a parent that still runs | that program: a shell, a script |
 
-use crate::guest::Guest;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
@@ -79,12 +78,10 @@ struct Seen {
 }
 
 impl Starter {
-    /// Returns the starter of a guest; `None` where its QEMU has ended.
-    pub fn of(guest: &Guest) -> io::Result<Option<Self>> {
-        let Some(pid) = guest.pid() else {
-            return Ok(None);
-        };
-        Ok(Seen::read(pid)?.map(|seen| seen.judge(&guest.folder().qmp())))
+    /// Returns the starter of a QEMU by its process; `None` where that has ended. Longhaul starts
+    /// the guest's QEMU with `own_socket` as its control socket.
+    pub(crate) fn of(pid: i32, own_socket: &Path) -> io::Result<Option<Self>> {
+        Ok(Seen::read(pid)?.map(|seen| seen.judge(own_socket)))
     }
 
     /// Returns the action that keeps it from starting a second copy, worded as a hint; `None` where

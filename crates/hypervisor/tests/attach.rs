@@ -6,7 +6,7 @@ mod common;
 use common::{Host, emulators};
 use longhaul_hypervisor::attach::{Attach, AttachGuestError, look_again};
 use longhaul_hypervisor::config::{Image, ImageFormat, KernelFiles, Network};
-use longhaul_hypervisor::guest::find_all;
+use longhaul_hypervisor::guest::{RecordedGuest, find_all};
 use longhaul_hypervisor::launch::Role;
 use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
@@ -73,10 +73,7 @@ impl Script {
     }
 }
 
-async fn attach(
-    what: Attach<'_>,
-    host: &Host,
-) -> Result<longhaul_hypervisor::Guest, AttachGuestError> {
+async fn attach(what: Attach<'_>, host: &Host) -> Result<RecordedGuest, AttachGuestError> {
     what.look(&host.config).await?.keep(&host.config)
 }
 
@@ -201,7 +198,9 @@ async fn same_machine(
     assert_eq!(&again.unwrap(), guest.description());
     let qmp = guest.connect().await.unwrap();
     let there = observe(&qmp).await.unwrap();
-    let again = look_again(&guest, &qmp, &host.config).await.unwrap();
+    let again = look_again(&guest.handle(), &qmp, &host.config)
+        .await
+        .unwrap();
     assert_eq!(again.unwrap().1, []);
     drop(qmp);
 
@@ -218,7 +217,7 @@ async fn same_machine(
     if !differences.is_empty() {
         return Err(format!("{}\n{text}", differences.join("\n")));
     }
-    guest.detach().unwrap();
+    host.launcher().detach(&guest.handle()).unwrap();
     assert!(find_all(host.state()).unwrap().is_empty());
     let from = script.connect().await.unwrap();
     assert_eq!(
@@ -370,14 +369,16 @@ async fn what_changes_afterwards_is_seen() {
         qmp.execute("device_add", device, COMMAND_TIMEOUT)
             .await
             .unwrap();
-        let again = look_again(&guest, &qmp, &host.config).await.unwrap();
+        let again = look_again(&guest.handle(), &qmp, &host.config)
+            .await
+            .unwrap();
         let (_, refusals) = again.unwrap();
         assert_eq!(refusals.len(), 1, "{refusals:?}");
         assert_eq!(
             refusals[0].text,
             "device hot (virtio-balloon-pci) was plugged in while the guest ran"
         );
-        guest.detach().unwrap();
+        host.launcher().detach(&guest.handle()).unwrap();
 
         // The current client of the control socket is not displaced.
         let busy = attach(script.attach("web"), &host).await.unwrap_err();

@@ -5,12 +5,12 @@
 mod common;
 
 use common::{Host, MACHINES, emulators, guest};
+use longhaul_hypervisor::Qmp;
 use longhaul_hypervisor::folder::GuestFolder;
-use longhaul_hypervisor::guest::{Found, find_all};
+use longhaul_hypervisor::guest::{Found, RecordedGuest, find_all};
 use longhaul_hypervisor::launch::{LaunchError, Role};
 use longhaul_hypervisor::qmp::QmpError;
 use longhaul_hypervisor::scope::Scope;
-use longhaul_hypervisor::{Guest, Qmp};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 /// Set for a copy of this program that acts as an agent.
 const AGENT: &str = "LONGHAUL_TEST_AGENT_STATE";
 
-fn running(state: &Path) -> Guest {
+fn running(state: &Path) -> RecordedGuest {
     let mut found = find_all(state).unwrap();
     assert_eq!(found.len(), 1, "{found:?}");
     match found.pop() {
@@ -30,7 +30,7 @@ fn running(state: &Path) -> Guest {
     }
 }
 
-fn cgroups(guest: &Guest) -> Vec<PathBuf> {
+fn cgroups(guest: &RecordedGuest) -> Vec<PathBuf> {
     match &guest.record().scope {
         Scope::Cgroups(paths) => paths.clone(),
         Scope::Session | Scope::Unit(_) => Vec::new(),
@@ -38,7 +38,7 @@ fn cgroups(guest: &Guest) -> Vec<PathBuf> {
 }
 
 /// Ends a guest and asserts that nothing of it remains.
-async fn stop(guest: Guest, qmp: Option<&Qmp>) {
+async fn stop(guest: RecordedGuest, qmp: Option<&Qmp>) {
     let cgroups = cgroups(&guest);
     guest.stop(qmp).await.unwrap();
     // Its parent may not have reaped it yet: it holds nothing any more.
@@ -280,19 +280,6 @@ async fn a_qemu_without_a_process_in_its_record_is_found_by_its_command_line() {
     // It may be a guest whose launch is under way, and is about to write that itself.
     assert!(guest.folder().record().unwrap().process.is_none());
     stop(found, None).await;
-}
-
-#[tokio::test]
-async fn the_generation_is_kept() {
-    let host = Host::new();
-    let (emulator, _) = &emulators()[0];
-    let (mut guest, qmp) = host
-        .launch(&guest(MACHINES[0]), emulator, Role::Destination)
-        .await
-        .unwrap();
-    guest.set_generation(7).unwrap();
-    assert_eq!(running(host.state()).record().generation, 7);
-    stop(guest, Some(&qmp)).await;
 }
 
 /// Acts as the agent of `a_guest_outlives_the_agent`, when this program is started for it.

@@ -2,14 +2,13 @@
 
 use crate::context::Context;
 use crate::disks::exports;
-use crate::host::qemu;
 use crate::host::right::Holder;
 use crate::status::failure;
 use crate::status::registry::{Reservation, Taken};
 use longhaul_api::{ApiError, BECAUSE_CHARS_MAX, ErrorCode, OtherSide, ReclaimGuest};
-use longhaul_hypervisor::guest::Guest;
-use longhaul_hypervisor::memory::{self, Continuation};
-use longhaul_hypervisor::qmp::Qmp;
+use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::manager::{AbortError, Stays};
+use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::Generation;
 use longhaul_storage::Right;
 use longhaul_transport::ConnectError;
@@ -45,8 +44,7 @@ pub(crate) async fn reclaim(
         }
         (holder, _) => return Err(failure::not_here(guest, &holder)),
     };
-    let state = &context.parts.config.state;
-    let found = block_in_place(|| qemu::find(state, guest));
+    let found = block_in_place(|| context.parts.guests.find(guest));
     let found = found.map_err(|error| failure::internal(&error.to_string()))?;
     if let Some(pid) = found.map(|found| found.pid().unwrap_or_default()) {
         let text = format!("a QEMU of {guest} is here, though it belongs to {host}");
@@ -111,8 +109,8 @@ async fn require_silence(context: &Context, guest: &str, host: &str) -> Result<(
 
 /// Resumes a guest that belongs to this host and is paused.
 pub(crate) async fn resume(context: &Arc<Context>, guest: &str) -> Result<(), ApiError> {
-    let state = &context.parts.config.state;
-    let found = block_in_place(|| qemu::find(state, guest));
+    let (state, guests) = (&context.parts.config.state, &context.parts.guests);
+    let found = block_in_place(|| guests.find(guest));
     let found = found.map_err(|error| failure::internal(&error.to_string()))?;
     let Some(found) = found else {
         let text = format!("{guest} has no QEMU here");
@@ -127,16 +125,22 @@ pub(crate) async fn resume(context: &Arc<Context>, guest: &str) -> Result<(), Ap
     let of_qemu = |error: &dyn std::fmt::Display| {
         ApiError::new(ErrorCode::Qemu, format!("{guest} is not resumed: {error}"))
     };
-    let qmp = found.connect().await.map_err(|error| of_qemu(&error))?;
-    require_paused(guest, &qmp).await?;
-    let resumed = memory::resume(&qmp, Continuation::Running).await;
-    resumed.map_err(|error| of_qemu(&error))?;
-    tracing::info!(guest, "resumed by an operator");
-    let kept = found.folder().settings();
-    if let Err(error) = memory::Settings::restore_kept(&qmp, &kept).await {
-        tracing::error!(guest, %error, "its QEMU keeps a setting of its migration");
+    let lease = guests.lease(&found, COMMAND_TIMEOUT).await;
+    let lease = lease.map_err(|error| of_qemu(&error))?;
+    require_paused(guest, lease.qmp()).await?;
+    let stays = Stays::Interrupted {
+        ran: true,
+        stopped: true,
+    };
+    match guests.abort_outgoing(&found, &lease, stays).await {
+        Ok(()) => {}
+        Err(error @ AbortError::Stopped(_)) => return Err(of_qemu(&error)),
+        Err(AbortError::Settings(error)) => {
+            tracing::error!(guest, error, "its QEMU keeps a setting of its migration");
+        }
     }
-    if let Err(error) = exports::take_out(state, &found, &qmp).await {
+    tracing::info!(guest, "resumed by an operator");
+    if let Err(error) = exports::take_out(state, &found, lease.qmp()).await {
         tracing::error!(guest, %error, "still below a disk");
         context.sweeper.wake();
     }

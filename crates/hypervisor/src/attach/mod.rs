@@ -18,7 +18,8 @@ mod words;
 use crate::config::HostConfig;
 use crate::description::{self, DescriptionError};
 use crate::folder::{GuestFolder, PathTooLong, Record};
-use crate::guest::{Found as FoundGuest, Guest, StopError, find_all};
+use crate::guest::{Found as FoundGuest, RecordedGuest, StopError, find_all};
+use crate::manager::Guest;
 use crate::observe::Blocker;
 use crate::process::{Account, ProcessId};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
@@ -126,7 +127,7 @@ impl Candidate {
     }
 
     /// Attaches: writes a folder and a record for the guest.
-    pub fn keep(self, config: &HostConfig) -> Result<Guest, AttachGuestError> {
+    pub fn keep(self, config: &HostConfig) -> Result<RecordedGuest, AttachGuestError> {
         let folder = GuestFolder::new(&config.state, &self.name)?;
         let record = Record {
             generation: self.generation,
@@ -141,7 +142,7 @@ impl Candidate {
             folder.remove().map_err(failed)?;
             return Err(error);
         }
-        Ok(Guest::new(folder, self.learned.description, record))
+        Ok(RecordedGuest::new(folder, self.learned.description, record))
     }
 
     fn write(&self, folder: &GuestFolder, record: &Record) -> Result<(), AttachGuestError> {
@@ -311,7 +312,7 @@ pub async fn look_again(
     qmp: &Qmp,
     config: &HostConfig,
 ) -> Result<Option<(Machine, Vec<Blocker>)>, AttachGuestError> {
-    let (Some(pid), Some(_)) = (guest.pid(), &guest.record().attached) else {
+    let Some(pid) = guest.pid().filter(|_| guest.is_attached()) else {
         return Ok(None);
     };
     let learned = learn(guest.name(), qmp, pid, config).await?;

@@ -3,14 +3,18 @@
 #![allow(dead_code, reason = "each test file uses what it needs")]
 
 use longhaul_hypervisor::Accelerator;
+use longhaul_hypervisor::capabilities::Prober;
 use longhaul_hypervisor::config::HostConfig;
+use longhaul_hypervisor::guest::RecordedGuest;
 use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
-use longhaul_hypervisor::{Guest, Qmp, tested};
+use longhaul_hypervisor::launcher::Launcher;
+use longhaul_hypervisor::{Qmp, tested};
 use longhaul_protocol::guest::GuestDescription;
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use tempfile::TempDir;
 
 /// Returns the emulators of this machine, by label: those of the laboratory, else the system's.
@@ -79,12 +83,17 @@ impl Host {
         &self.config.state
     }
 
+    pub(crate) fn launcher(&self) -> Launcher {
+        let config = Arc::new(self.config.clone());
+        Launcher::new(config.clone(), Prober::new(config))
+    }
+
     pub(crate) async fn launch(
         &self,
         description: &GuestDescription,
         emulator: &str,
         role: Role,
-    ) -> Result<(Guest, Qmp), LaunchError> {
+    ) -> Result<(RecordedGuest, Qmp), LaunchError> {
         let launch = Launch {
             description,
             role,

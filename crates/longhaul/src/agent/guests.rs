@@ -9,12 +9,13 @@ use longhaul_api::{
     ApiError, ErrorCode, Guest, GuestState, Guests as GuestList, Qemu, ReclaimGuest, Side,
     StartGuest, StopGuest,
 };
+use longhaul_hypervisor::Guest as Handle;
 use longhaul_hypervisor::capabilities::{Accelerator, can_run};
 use longhaul_hypervisor::config::RunsAsRoot;
 use longhaul_hypervisor::description;
-use longhaul_hypervisor::guest::{self, Found};
 use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
-use longhaul_hypervisor::qmp::{Qmp, QmpError};
+use longhaul_hypervisor::manager::{Found, GuestManager};
+use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_migration::host::state::Parts;
 use longhaul_migration::host::{atomic_file, base_images, descriptions};
 use longhaul_migration::{Holder, Manager, Right, coming_bases};
@@ -24,6 +25,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::block_in_place;
@@ -43,10 +45,10 @@ pub(crate) struct Guests {
 
 /// The knowledge of a guest without asking its QEMU.
 pub(crate) enum Known {
-    Running(guest::Guest),
-    Ended(guest::Guest),
+    Running(Handle),
+    Ended(Handle),
     Damaged { name: String, why: String },
-    Described(GuestDescription),
+    Described(Box<GuestDescription>),
 }
 
 /// QEMU's report of its guest.
@@ -108,7 +110,7 @@ impl Guests {
                         return Err(attach::ended(&name));
                     }
                     Some(Known::Ended(guest)) => guest.description().clone(),
-                    Some(Known::Described(description)) => description,
+                    Some(Known::Described(description)) => *description,
                     Some(Known::Damaged { why, .. }) => return Err(damaged(&name, &why)),
                     None => return Err(unknown(&name)),
                 }
@@ -160,8 +162,9 @@ impl Guests {
             false => manager.reserve(name).await?,
         };
         self.keep_description(guest.description())?;
+        let parts = self.parts.clone();
         let ending = tokio::spawn(async move {
-            let ended = end(&guest, stop.force).await;
+            let ended = end(&parts, &guest, stop.force).await;
             drop(reservation);
             ended
         });
@@ -257,16 +260,14 @@ impl Guests {
         };
         let mut known = BTreeMap::new();
         for description in self.stored().map_err(failed)? {
-            known.insert(description.name.clone(), Known::Described(description));
+            let name = description.name.clone();
+            known.insert(name, Known::Described(Box::new(description)));
         }
-        for found in guest::find_all(state).map_err(failed)? {
+        for found in self.parts.guests.list().map_err(failed)? {
             let (name, found) = match found {
                 Found::Running(guest) => (guest.name().to_owned(), Known::Running(guest)),
                 Found::Ended(guest) => (guest.name().to_owned(), Known::Ended(guest)),
-                Found::Damaged { folder, why } => {
-                    let name = folder.name();
-                    (name.clone(), Known::Damaged { name, why })
-                }
+                Found::Damaged { name, why, .. } => (name.clone(), Known::Damaged { name, why }),
             };
             known.insert(name, found);
         }
@@ -308,16 +309,16 @@ impl Guests {
     }
 
     async fn show(&self, manager: &Manager, known: &Known) -> Guest {
-        let (mut guest, found, record) = match known {
+        let (mut guest, found, generation) = match known {
             Known::Running(found) => (
                 described(found.description(), GuestState::Running),
                 Some(found),
-                Some(found.record()),
+                Some(found.generation()),
             ),
             Known::Ended(found) => {
                 let mut guest = described(found.description(), GuestState::Stopped);
                 guest.state_detail = Some("its QEMU ended by itself".to_owned());
-                (guest, None, Some(found.record()))
+                (guest, None, Some(found.generation()))
             }
             Known::Described(description) => {
                 (described(description, GuestState::Stopped), None, None)
@@ -329,22 +330,18 @@ impl Guests {
             }
         };
         let right = manager.right(&guest.name).await;
-        guest.generation = right.generation.or(record.map(|record| record.generation));
+        guest.generation = right.generation.or(generation);
         guest.migration = right.moving.map(|(id, _)| id.to_string());
         if let Some(found) = found {
             guest.attached = found.is_attached();
             guest.pid = found.pid().and_then(|pid| u32::try_from(pid).ok());
-            // The program that started such a guest decides where its channels lead.
-            let channels = found.description().channels.iter();
-            for channel in channels.filter(|_| !found.is_attached()) {
-                let socket = found.folder().channel(&channel.name);
-                guest
-                    .channels
-                    .insert(channel.name.clone(), socket.display().to_string());
-            }
+            let channels = found.channels().iter();
+            let shown =
+                |(name, socket): (&String, &PathBuf)| (name.clone(), socket.display().to_string());
+            guest.channels = channels.map(shown).collect();
             // During a move the migration holds the QEMU's only control connection.
             if right.moving.is_none() {
-                fill_in(&mut guest, ask(found).await);
+                fill_in(&mut guest, ask(&*self.parts.guests, found).await);
             }
         }
         let state = &self.parts.config.state;
@@ -378,16 +375,16 @@ async fn launch(
 ) -> Result<(), ApiError> {
     let name = &description.name;
     let config = &parts.config.hypervisor;
-    let found = guest::find_all(&parts.config.state)
-        .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+    let found = parts.guests.list();
+    let found = found.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
     let mut generation = right.generation;
     for found in found {
         match found {
             Found::Running(guest) if guest.name() == name => return Err(runs_already(name)),
             Found::Ended(guest) if guest.name() == name => {
-                generation = generation.or(Some(guest.record().generation));
-                guest
-                    .stop(None)
+                generation = generation.or(Some(guest.generation()));
+                let ended = parts.launcher.end(name, None);
+                ended
                     .await
                     .map_err(|error| ApiError::new(ErrorCode::Qemu, error.to_string()))?;
             }
@@ -441,18 +438,20 @@ async fn launch(
     Ok(())
 }
 
-async fn end(guest: &guest::Guest, force: bool) -> Result<(), ApiError> {
+async fn end(parts: &Parts, guest: &Handle, force: bool) -> Result<(), ApiError> {
     let name = guest.name();
     let failed = |error: &dyn Display| ApiError::new(ErrorCode::Qemu, error.to_string());
     if !force {
-        let qmp = guest.connect().await.map_err(|error| {
+        let lease = parts.guests.lease(guest, COMMAND_TIMEOUT).await;
+        let lease = lease.map_err(|error| {
             failed(&error).hint(format!("longhaul guests stop --force {name} ends its QEMU"))
         })?;
+        let qmp = lease.qmp();
         qmp.query("system_powerdown")
             .await
             .map_err(|error| failed(&error))?;
         // So that the guest can be queried while it shuts down.
-        drop(qmp);
+        drop(lease);
         if timeout(SHUT_DOWN_WAIT, guest.ended()).await.is_err() {
             let waited = SHUT_DOWN_WAIT.as_secs();
             return Err(ApiError::new(
@@ -465,13 +464,20 @@ async fn end(guest: &guest::Guest, force: bool) -> Result<(), ApiError> {
             )));
         }
     }
-    guest.stop(None).await.map_err(|error| failed(&error))
+    let ended = parts.launcher.end(name, None).await;
+    ended.map_err(|error| failed(&error))
 }
 
-async fn ask(guest: &guest::Guest) -> Result<Said, QmpError> {
-    let qmp = Qmp::connect(&guest.socket(), ASK_WAIT).await?;
-    let status = qmp.execute("query-status", json!({}), ASK_WAIT).await?;
-    let kvm = qmp.execute("query-kvm", json!({}), ASK_WAIT).await?;
+async fn ask(guests: &dyn GuestManager, guest: &Handle) -> Result<Said, String> {
+    let lease = guests.lease(guest, ASK_WAIT).await;
+    let lease = lease.map_err(|error| error.to_string())?;
+    let qmp = lease.qmp();
+    let answer = async |command| {
+        let answer = qmp.execute(command, json!({}), ASK_WAIT).await;
+        answer.map_err(|error| error.to_string())
+    };
+    let status = answer("query-status").await?;
+    let kvm = answer("query-kvm").await?;
     Ok(Said {
         status: status["status"].as_str().unwrap_or("unknown").to_owned(),
         qemu: qmp.version().to_string(),
@@ -479,7 +485,7 @@ async fn ask(guest: &guest::Guest) -> Result<Said, QmpError> {
     })
 }
 
-fn fill_in(guest: &mut Guest, said: Result<Said, QmpError>) {
+fn fill_in(guest: &mut Guest, said: Result<Said, String>) {
     match said {
         Ok(said) => {
             guest.qemu = Some(said.qemu);
@@ -492,7 +498,7 @@ fn fill_in(guest: &mut Guest, said: Result<Said, QmpError>) {
         }
         Err(error) => {
             guest.state = GuestState::Unresponsive;
-            guest.state_detail = Some(error.to_string());
+            guest.state_detail = Some(error);
         }
     }
 }

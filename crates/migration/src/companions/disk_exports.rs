@@ -12,7 +12,7 @@ use crate::source::exports::Fronts;
 use crate::source::qemu::SourceQemu;
 use crate::source::sender::Sending;
 use longhaul_api::ApiError;
-use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::message::Refusal;

@@ -4,7 +4,7 @@ use crate::context::Context;
 use crate::residue::{Again, Residue};
 use crate::source::companion::{About, Companion, Step};
 use longhaul_api::{ApiError, Check};
-use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::Guest;
 use std::sync::Arc;
 use tokio::task::block_in_place;
 

@@ -14,14 +14,13 @@ use crate::destination::companion as destination;
 use crate::destination::companion::{Offered, Step};
 use crate::disks::images::{self, NewImage};
 use crate::host::notes::{Note, NoteStore};
-use crate::host::qemu;
 use crate::host::right::Holder;
 use crate::host::set_aside::set_aside;
 use crate::residue::{Again, Residue};
 use crate::source::companion as source;
 use longhaul_api::{ApiError, Check, ErrorCode};
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::config::{Image, ImageFormat};
-use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::has_open;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::guest::GuestDescription;
@@ -131,7 +130,7 @@ impl destination::Companion for Arrival {
 }
 
 fn sync(context: &Context, guest: &str) -> io::Result<()> {
-    let Some(found) = qemu::find(&context.parts.config.state, guest)? else {
+    let Some(found) = context.parts.guests.find(guest)? else {
         return Ok(());
     };
     match local(context, found.description()) {

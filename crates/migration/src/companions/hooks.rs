@@ -6,7 +6,7 @@ use crate::host::hooks;
 use crate::source::companion as source;
 use crate::status::migration::Entry;
 use longhaul_api::{ApiError, ErrorCode, Side, Verdict};
-use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::Generation;
 use longhaul_protocol::guest::GuestDescription;

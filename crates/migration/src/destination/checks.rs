@@ -7,6 +7,7 @@ use longhaul_hypervisor::config::RunsAsRoot;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Answer, Check, Verdict};
+use tokio::task::block_in_place;
 
 impl Destination {
     /// Returns all checks of whether this host could run a guest.
@@ -67,15 +68,20 @@ impl Destination {
                 ),
             ));
         }
-        let folder =
-            longhaul_hypervisor::folder::GuestFolder::new(&self.parts.config.state, &guest.name);
-        if folder.is_ok_and(|folder| folder.path().exists()) {
-            checks.push(refused(
-                format!("{host} has a guest called {} already", guest.name),
-                Some(format!(
-                    "on {host}: longhaul guests, and stop or rename the one there"
-                )),
-            ));
+        match block_in_place(|| self.parts.guests.list()) {
+            Ok(found) if found.iter().any(|found| found.name() == guest.name) => {
+                checks.push(refused(
+                    format!("{host} has a guest called {} already", guest.name),
+                    Some(format!(
+                        "on {host}: longhaul guests, and stop or rename the one there"
+                    )),
+                ));
+            }
+            Ok(_) => {}
+            Err(error) => {
+                let text = format!("{host} cannot look for guests: {error}");
+                checks.push(refused(text, None));
+            }
         }
         if described.is_ok() {
             let about = About {

@@ -1,7 +1,7 @@
 //! A guest's clock after a move: measured and corrected while the guest runs, and reported.
 
 use crate::destination::qemu::DestinationQemu;
-use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::guest_agent::{self, Clock};
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::message;
@@ -37,17 +37,15 @@ impl DestinationQemu {
 }
 
 async fn by_agent(guest: &Guest, qmp: &Qmp) -> Option<Clock> {
-    let mut channels = guest.description().channels.iter();
-    channels.find(|channel| channel.name == guest_agent::PORT)?;
-    let port = guest.folder().channel(guest_agent::PORT);
+    let port = guest.channel(guest_agent::PORT)?;
     let until = Instant::now() + OPEN_WITHIN;
-    while !guest_agent::is_open(qmp, &port).await {
+    while !guest_agent::is_open(qmp, port).await {
         if Instant::now() >= until {
             return None;
         }
         sleep(LOOK_EVERY).await;
     }
-    let clock = guest_agent::set_right(&port).await;
+    let clock = guest_agent::set_right(port).await;
     let told = |error| tracing::info!(guest = guest.name(), %error, "no word of a guest agent");
     clock.map_err(told).ok()
 }

@@ -13,14 +13,14 @@ use crate::status::usage::{Meter, Usage};
 use crate::verify;
 use longhaul_codec::{BlockId, BlockWrite, Content, DigestKey};
 use longhaul_engine::destination::DestinationError;
-use longhaul_hypervisor::capabilities::CapabilitiesError;
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::disk::base::Base;
-use longhaul_hypervisor::folder::PathTooLong;
-use longhaul_hypervisor::guest::Guest;
-use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
+use longhaul_hypervisor::manager::{
+    Commit, CommitError, GuestManager, IncomingGuest, LaunchIncomingError, Launched, Lease,
+};
 use longhaul_hypervisor::memory::{AttachError, GuestMemory, Incoming, IncomingError};
 use longhaul_hypervisor::observe::observe;
-use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::machine::{Difference, Machine};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
@@ -28,20 +28,15 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange, Generation, MigrationId, RegionI
 use longhaul_storage::disk::RawDisk;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Why the QEMU of an arriving guest failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DestinationQemuError {
-    /// The capabilities of this host are not known.
+    /// QEMU was not launched.
     #[error(transparent)]
-    Capabilities(#[from] CapabilitiesError),
-    /// No emulator here can build the machine.
-    #[error("no emulator here builds {0}")]
-    NoEmulator(String),
-    /// QEMU did not start.
-    #[error(transparent)]
-    Launch(#[from] LaunchError),
+    Launch(#[from] LaunchIncomingError),
     /// The source cannot be offered a bulk connection.
     #[error(transparent)]
     Expect(#[from] ExpectError),
@@ -62,9 +57,6 @@ pub(crate) enum DestinationQemuError {
     /// The memory of QEMU cannot be accessed.
     #[error(transparent)]
     Attach(#[from] AttachError),
-    /// The path of the socket is too long.
-    #[error(transparent)]
-    Path(#[from] PathTooLong),
     /// QEMU did not take the stream, or could not load it.
     #[error(transparent)]
     Incoming(#[from] IncomingError),
@@ -103,7 +95,7 @@ impl DestinationQemuError {
     /// Returns the refusal for the source.
     pub(crate) fn into_refusal(self, host: &str) -> Refusal {
         let code = match &self {
-            Self::Different(_) | Self::NoEmulator(_) | Self::Capabilities(_) => {
+            Self::Different(_) | Self::Launch(LaunchIncomingError::Unsuitable(_)) => {
                 RefusalCode::Unsuitable
             }
             Self::Region { .. } | Self::Regions(_) | Self::Order(_) => RefusalCode::Invalid,
@@ -123,8 +115,11 @@ impl DestinationQemuError {
 
 /// The QEMU of an arriving guest.
 pub(crate) struct DestinationQemu {
+    guests: Arc<dyn GuestManager>,
     guest: Guest,
-    qmp: Qmp,
+    lease: Lease,
+    /// The path of the socket on which QEMU takes the stream.
+    socket: PathBuf,
     machine: Machine,
     memory: GuestMemory,
     places: Vec<usize>,
@@ -150,34 +145,24 @@ impl DestinationQemu {
         admission: &Admission,
     ) -> Result<Self, DestinationQemuError> {
         let meter = Meter::start();
-        let capabilities = context.parts.prober.capabilities().await?;
-        let machine_type = &offer.guest.machine;
-        let emulator = capabilities.emulator_for(machine_type);
-        let emulator =
-            emulator.ok_or_else(|| DestinationQemuError::NoEmulator(machine_type.clone()))?;
-        let (description, emulator) = (offer.guest.clone(), emulator.to_owned());
-        let (accelerator, generation) = (capabilities.accelerator, offer.generation.0);
-        let config = context.parts.config.hypervisor.clone();
-        // The launch must complete even if its caller is dropped.
-        let launched = tokio::spawn(async move {
-            let launch = Launch {
-                description: &description,
-                role: Role::Destination,
-                emulator: &emulator,
-                accelerator,
-                generation,
-                bases: &bases,
-            };
-            launch.run(&config).await
-        });
-        let launched = launched
-            .await
-            .map_err(|error| DestinationQemuError::Broken(error.to_string()))?;
-        let (guest, qmp) = launched?;
-        match Self::set_up(offer, &guest, &qmp, content, admission).await {
+        let guests = context.parts.guests.clone();
+        let incoming = IncomingGuest {
+            description: offer.guest.clone(),
+            generation: offer.generation.0,
+            bases,
+            sender: admission.sender(),
+        };
+        let Launched {
+            guest,
+            lease,
+            socket,
+        } = guests.launch_incoming(incoming).await?;
+        match Self::set_up(offer, &guest, lease.qmp(), content, admission).await {
             Ok((machine, memory, places, receiving, shown)) => Ok(Self {
+                guests,
                 guest,
-                qmp,
+                lease,
+                socket,
                 machine,
                 memory,
                 places,
@@ -190,7 +175,7 @@ impl DestinationQemu {
                 meter,
             }),
             Err(error) => {
-                crate::host::qemu::stop(&guest, &qmp).await;
+                abort(&*guests, &guest, &lease).await;
                 Err(error)
             }
         }
@@ -204,7 +189,6 @@ impl DestinationQemu {
         admission: &Admission,
     ) -> Result<(Machine, GuestMemory, Vec<usize>, Arc<Receiving>, Shown), DestinationQemuError>
     {
-        admission.note(guest.folder())?;
         let machine = observe(qmp).await?;
         let different = machine.differences(&offer.machine);
         if !different.is_empty() {
@@ -249,7 +233,7 @@ impl DestinationQemu {
             digest_key: self.key.0,
             pulled: Pulled::Nothing,
         };
-        let put_in = exports::put_in_for(state, &self.guest, &self.qmp, coming, disks);
+        let put_in = exports::put_in_for(state, &self.guest, self.lease.qmp(), coming, disks);
         self.receiving.below(put_in.await?);
         Ok(())
     }
@@ -275,8 +259,8 @@ impl DestinationQemu {
             return Ok(());
         }
         self.begun = true;
-        let socket = self.guest.folder().socket("incoming")?;
-        self.incoming = Some(Incoming::start(&self.qmp, &socket, prelude).await?);
+        let started = Incoming::start(self.lease.qmp(), &self.socket, prelude);
+        self.incoming = Some(started.await?);
         Ok(())
     }
 
@@ -310,28 +294,24 @@ impl DestinationQemu {
             .map_err(DestinationQemuError::Content)
     }
 
-    /// Resumes the guest, unless it was paused, and notes its new generation.
-    pub(crate) async fn resume(
+    /// Makes the guest this host's, and resumes it, unless it was paused.
+    pub(crate) async fn commit(
         &mut self,
         generation: Generation,
         paused: bool,
-    ) -> Result<(), DestinationQemuError> {
+    ) -> Result<(), CommitError> {
         self.shown = None;
-        if !paused {
-            self.qmp
-                .execute("cont", serde_json::json!({}), COMMAND_TIMEOUT)
-                .await?;
-        }
-        // The guest runs. If the note fails, a later agent makes it from the journal.
-        if let Err(error) = self.guest.set_generation(generation.0) {
-            tracing::error!(guest = self.guest.name(), %error, "cannot note the generation");
-        }
-        Ok(())
+        let commit = Commit {
+            generation: generation.0,
+            runs: !paused,
+        };
+        let Self { guest, lease, .. } = self;
+        self.guests.commit(guest, Some(lease), commit).await
     }
 
     /// Returns the guest and its monitor, for work beside the migration.
     pub(crate) fn guest_and_qmp(&self) -> (Guest, Qmp) {
-        (self.guest.clone(), self.qmp.clone())
+        (self.guest.clone(), self.lease.qmp().clone())
     }
 
     /// Waits until QEMU has ended by itself.
@@ -354,7 +334,7 @@ impl DestinationQemu {
     pub(crate) async fn quit(&mut self) {
         self.gone = true;
         self.incoming = None;
-        crate::host::qemu::stop(&self.guest, &self.qmp).await;
+        abort(&*self.guests, &self.guest, &self.lease).await;
     }
 
     /// Returns the end of QEMU's log.
@@ -365,6 +345,13 @@ impl DestinationQemu {
     /// Returns the CPU time and memory used so far.
     pub(crate) fn usage(&self) -> Usage {
         self.meter.usage(self.guest.pid())
+    }
+}
+
+/// Ends the QEMU of a guest that does not come.
+async fn abort(guests: &dyn GuestManager, guest: &Guest, lease: &Lease) {
+    if let Err(error) = guests.abort_incoming(guest.name(), Some(lease)).await {
+        tracing::error!(guest = guest.name(), %error, "something of this guest is left over");
     }
 }
 

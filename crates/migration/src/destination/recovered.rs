@@ -22,7 +22,7 @@ use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve,
 use longhaul_attempt::Destination as Core;
 use longhaul_attempt::destination::{Action, Config, Event, FromSource};
 use longhaul_engine::handover::{DestinationState, Record, Terms};
-use longhaul_hypervisor::memory::{self, Continuation};
+use longhaul_hypervisor::manager::Commit;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
 use longhaul_storage::{Journal, JournalError};
@@ -276,7 +276,7 @@ impl RecoveredDestination {
             return;
         }
         let ledger = &self.handover.ledger;
-        match crate::host::qemu::find(&ledger.context.parts.config.state, &ledger.guest) {
+        match ledger.context.parts.guests.find(&ledger.guest) {
             Ok(Some(_)) => {}
             Ok(None) => tell_destination(self, Event::QemuGone).await,
             Err(error) => tracing::error!(guest = ledger.guest, %error, "cannot look for it"),
@@ -332,7 +332,7 @@ impl RecoveredDestination {
             Ok(_) => {}
             Err(error) => tracing::error!(guest, %error, "cannot read who may run it"),
         }
-        let found = match crate::host::qemu::find(&ledger.context.parts.config.state, guest) {
+        let found = match ledger.context.parts.guests.find(guest) {
             Ok(found) => found,
             Err(error) => {
                 tracing::error!(guest, %error, "cannot look for it");
@@ -340,34 +340,27 @@ impl RecoveredDestination {
             }
         };
         // A guest without a QEMU may have run and ended here.
-        let Some(mut found) = found else {
+        let Some(found) = found else {
             return Event::Resumed;
         };
-        if found.record().generation == generation.0 {
+        if found.generation() == generation.0 {
             // The guest was resumed before, and its owner controls it since.
             return Event::Resumed;
         }
         self.companions.committed().await;
-        if !self.paused {
-            let resumed = match found.connect().await {
-                Ok(qmp) => memory::resume(&qmp, Continuation::Running)
-                    .await
-                    .map_err(|e| e.to_string()),
-                Err(error) => Err(error.to_string()),
-            };
-            if let Err(error) = resumed {
-                tracing::error!(guest, error, "committed, and does not run");
-                let text =
-                    format!("QEMU did not let {guest} go on after the agent's restart: {error}");
-                let here = &ledger.context.parts.config.name;
-                let hint = "remove what keeps it from running, then `cont` in its monitor";
-                let trouble = ApiError::new(ErrorCode::Internal, text).hint(hint);
-                let state = format!("{guest} is {here}'s, and is stopped there");
-                self.trouble = Some(trouble.state_of_guest(state));
-            }
-        }
-        if let Err(error) = found.set_generation(generation.0) {
-            tracing::error!(guest, %error, "cannot note the generation");
+        let commit = Commit {
+            generation: generation.0,
+            runs: !self.paused,
+        };
+        let guests = &ledger.context.parts.guests;
+        if let Err(error) = guests.commit(&found, None, commit).await {
+            tracing::error!(guest, %error, "committed, and does not run");
+            let text = format!("QEMU did not let {guest} go on after the agent's restart: {error}");
+            let here = &ledger.context.parts.config.name;
+            let hint = "remove what keeps it from running, then `cont` in its monitor";
+            let trouble = ApiError::new(ErrorCode::Internal, text).hint(hint);
+            let state = format!("{guest} is {here}'s, and is stopped there");
+            self.trouble = Some(trouble.state_of_guest(state));
         }
         if self.trouble.is_none() {
             self.companions.running();
@@ -450,10 +443,8 @@ impl DestinationOwner for RecoveredDestination {
             }
             Action::Quit => {
                 let ledger = &self.handover.ledger;
-                if let Err(error) =
-                    crate::host::qemu::remove(&ledger.context.parts.config.state, &ledger.guest)
-                        .await
-                {
+                let guests = &ledger.context.parts.guests;
+                if let Err(error) = guests.abort_incoming(&ledger.guest, None).await {
                     tracing::error!(guest = ledger.guest, %error, "something is left over");
                 }
                 self.companions.ended().await;

@@ -11,8 +11,8 @@ use crate::host::notes::{self, NoteStore};
 use crate::host::set_aside::set_aside;
 use crate::status::registry::Taken;
 use longhaul_engine::handover::{Record, Side};
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::disk::{self, DiskNodes, Front, InsertError, RemoveError};
-use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::helper::Helper;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::disk::Pulled;
@@ -573,12 +573,13 @@ impl Context {
         if left.is_empty() {
             return Ok(());
         }
-        let found = crate::host::qemu::find(&self.parts.config.state, guest)
-            .map_err(|error| of_guest(&error))?;
+        let guests = &self.parts.guests;
+        let found = guests.find(guest).map_err(|error| of_guest(&error))?;
         match found {
             Some(found) => {
-                let qmp = found.connect().await.map_err(|error| of_guest(&error))?;
-                take_out(state, &found, &qmp).await
+                let lease = guests.lease(&found, COMMAND_TIMEOUT).await;
+                let lease = lease.map_err(|error| of_guest(&error))?;
+                take_out(state, &found, lease.qmp()).await
             }
             None => {
                 let right = self.rights.get(guest).map_err(|error| of_guest(&error))?;

@@ -426,7 +426,7 @@ fn fate(context: &Context, migration: MigrationId, note: &Note) -> io::Result<Fa
     let right = context.rights.get(&note.guest).map_err(io::Error::other)?;
     let ours = right
         .is_some_and(|right| right.holder == Holder::Here && right.generation.0 >= note.generation);
-    let runs = crate::host::qemu::find(&context.parts.config.state, &note.guest)?.is_some();
+    let runs = context.parts.guests.find(&note.guest)?.is_some();
     Ok(match ours || runs {
         true => Fate::Stay,
         false => Fate::Go,

@@ -15,6 +15,7 @@ use crate::status::registry::Taken;
 use longhaul_hypervisor::disk::base::{Base, settle};
 use longhaul_hypervisor::helper::Helper;
 use longhaul_hypervisor::process::Account;
+use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_image::front::{Told, environment, say_order, told};
 use longhaul_image::{ImageId, Order};
 use longhaul_protocol::units::show_bytes;
@@ -262,8 +263,8 @@ impl Context {
             return Ok(true);
         }
         let runs = || {
-            crate::host::qemu::find(&self.parts.config.state, &user.guest)
-                .map_err(|error| failed(&error))
+            let found = self.parts.guests.find(&user.guest);
+            found.map_err(|error| failed(&error))
         };
         if runs()?.is_some() && !whole {
             return Ok(true);
@@ -277,9 +278,10 @@ impl Context {
         if !whole {
             return Ok(true);
         }
-        let qmp = guest.connect().await.map_err(|error| failed(&error))?;
+        let lease = self.parts.guests.lease(&guest, COMMAND_TIMEOUT).await;
+        let lease = lease.map_err(|error| failed(&error))?;
         let file = base_images::of_host(&self.parts.config.state).path(noted.note.image);
-        let settled = settle(&qmp, &user.disk, &file).await;
+        let settled = settle(lease.qmp(), &user.disk, &file).await;
         settled.map_err(|error| failed(&error))?;
         tracing::info!(guest = user.guest, disk = user.disk, image = %noted.note.image,
             "its base image is here, and read directly");

@@ -12,9 +12,8 @@ use crate::host::right::Holder;
 use crate::status::failure;
 use crate::status::registry::Taken;
 use longhaul_api::{ApiError, Check, ErrorCode};
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::config::HostConfig;
-use longhaul_hypervisor::guest::Guest;
-use longhaul_hypervisor::starter::Starter;
 use longhaul_protocol::guest::GuestDescription;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -83,7 +82,7 @@ impl Context {
     pub(crate) fn starter_check(&self, guest: &Guest) -> Check {
         let name = guest.name();
         let hint = "docs/operating.md, \"Fencing\", says what a hook must do";
-        let starter = match Starter::of(guest) {
+        let starter = match self.parts.guests.starter(guest) {
             Ok(Some(starter)) => starter,
             Ok(None) => return Check::warn("fencing", format!("{name} has no process"), hint),
             Err(error) => {

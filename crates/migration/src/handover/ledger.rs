@@ -154,7 +154,7 @@ impl Ledger {
     /// started again.
     fn concede(&self, generation: Generation) -> bool {
         let noted = self.note(generation, self.elsewhere());
-        match crate::host::qemu::find(&self.context.parts.config.state, &self.guest) {
+        match self.context.parts.guests.find(&self.guest) {
             Ok(Some(_)) => tracing::error!(
                 guest = self.guest,
                 "{} runs this guest by an operator's decision, and there is a copy of it here \

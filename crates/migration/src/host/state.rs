@@ -5,6 +5,8 @@ use crate::host::content_index::Held;
 use crate::host::memory_cache::KeptMemory;
 use crate::host::start_error::StartError;
 use longhaul_hypervisor::capabilities::Prober;
+use longhaul_hypervisor::launcher::Launcher;
+use longhaul_hypervisor::manager::GuestManager;
 use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_transport::{Identity, TRUST_FILE, TrustStore};
 use nix::fcntl::{Flock, FlockArg};
@@ -28,6 +30,10 @@ pub struct Parts {
     pub trust: TrustStore,
     /// The prober of its QEMUs' capabilities.
     pub prober: Prober,
+    /// The launcher of its guests.
+    pub launcher: Launcher,
+    /// The manager of the guests that migrate. Today this is the launcher.
+    pub guests: Arc<dyn GuestManager>,
     /// The content index, if configured.
     pub held: Option<Arc<Held>>,
     /// The memory cache, if configured.
@@ -45,6 +51,7 @@ impl Parts {
                 .hint("correct the file, or move it away and trust the hosts again")
         })?;
         let prober = Prober::new(config.hypervisor.clone());
+        let launcher = Launcher::new(config.hypervisor.clone(), prober.clone());
         let held = Held::start(config.content.as_ref(), &config.state, &config.hypervisor)?;
         let kept_memory = KeptMemory::open(config.kept_memory.as_ref(), &config.state)?;
         Ok(Self {
@@ -54,6 +61,8 @@ impl Parts {
             identity,
             trust,
             prober,
+            guests: Arc::new(launcher.clone()),
+            launcher,
         })
     }
 }

@@ -11,7 +11,7 @@ use crate::host::peer_limits::PeerLimits;
 use crate::limits::allowances::{Arriving, State};
 use crate::limits::shared_dedup::Others;
 use longhaul_hypervisor::description;
-use longhaul_hypervisor::folder::GuestFolder;
+use longhaul_hypervisor::manager::Found;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
@@ -38,9 +38,9 @@ pub(crate) struct Admission {
 }
 
 impl Admission {
-    /// Records the sender in the guest's folder.
-    pub(crate) fn note(&self, folder: &GuestFolder) -> std::io::Result<()> {
-        note_sender(folder, self.peer)
+    /// Returns the host that sends the guest.
+    pub(crate) fn sender(&self) -> HostId {
+        self.peer
     }
 
     /// Returns the resources that the arrival may use.
@@ -100,19 +100,6 @@ impl Drop for Admission {
         let mut state = self.context.allowances.lock();
         state.arriving.remove(&self.migration);
     }
-}
-
-/// The file in a guest's folder that names the sender.
-const SENT_BY: &str = "sent-by";
-
-/// Records the sender in a guest's folder, which exists while the guest is here.
-fn note_sender(folder: &GuestFolder, peer: HostId) -> std::io::Result<()> {
-    std::fs::write(folder.path().join(SENT_BY), format!("{peer}\n"))
-}
-
-fn sender(folder: &GuestFolder) -> Option<HostId> {
-    let text = std::fs::read_to_string(folder.path().join(SENT_BY)).ok()?;
-    text.trim().parse().ok()
 }
 
 pub(crate) fn path_of(context: &Context, migration: MigrationId) -> PathBuf {
@@ -307,10 +294,10 @@ fn room(
     }
     let is_arriving = |name: &str| arriving.iter().any(|one| one.guest == name);
     let counts = |name: &str| !is_arriving(name) && !context.retained_qemus.has(name);
-    let folders = GuestFolder::all(&context.parts.config.state).unwrap_or_default();
-    let sent = |folder: &&GuestFolder| sender(folder) == Some(new.peer) && counts(&folder.name());
-    for folder in folders.iter().filter(sent) {
-        if let Ok(description) = folder.description() {
+    let found = context.parts.guests.list().unwrap_or_default();
+    let sent = |found: &&Found| found.sender() == Some(new.peer) && counts(found.name());
+    for found in found.iter().filter(sent) {
+        if let Some(description) = found.description() {
             guests += 1;
             memory += description.memory_mib << 20;
             vcpus += description.vcpus;

@@ -3,8 +3,8 @@
 
 use crate::context::Context;
 use crate::disks::exports;
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::disk::{files, jobs};
-use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::observe::Blocker;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use std::collections::BTreeMap;

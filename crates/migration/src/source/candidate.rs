@@ -4,9 +4,8 @@ use crate::context::Context;
 use crate::host::right::Holder;
 use crate::status::failure;
 use longhaul_api::{ApiError, ErrorCode};
-use longhaul_hypervisor::guest::{self, Found, Guest};
-use longhaul_hypervisor::memory;
 use longhaul_hypervisor::qmp::Qmp;
+use longhaul_hypervisor::{Guest, memory};
 use longhaul_protocol::Generation;
 use longhaul_transport::TrustedHost;
 
@@ -19,12 +18,9 @@ pub(crate) struct Candidate {
 
 /// Finds a guest and a host by name. Refuses what can be refused without a question to either.
 pub(crate) fn candidate(context: &Context, name: &str, to: &str) -> Result<Candidate, ApiError> {
-    let found = guest::find_all(&context.parts.config.state)
-        .map_err(|error| failure::internal(&format!("cannot look for guests: {error}")))?;
-    let running = found.into_iter().find_map(|found| match found {
-        Found::Running(guest) if guest.name() == name => Some(guest),
-        Found::Running(_) | Found::Ended(_) | Found::Damaged { .. } => None,
-    });
+    let found = context.parts.guests.find(name);
+    let running =
+        found.map_err(|error| failure::internal(&format!("cannot look for guests: {error}")))?;
     let right = context
         .rights
         .get(name)
@@ -39,7 +35,7 @@ pub(crate) fn candidate(context: &Context, name: &str, to: &str) -> Result<Candi
         return Err(error.hint("`longhaul guests` lists those that do"));
     };
     let generation = match right {
-        None => Generation(guest.record().generation.max(1)),
+        None => Generation(guest.generation().max(1)),
         Some(right) => match right.holder {
             longhaul_storage::Holder::Here => right.generation,
             longhaul_storage::Holder::Elsewhere { host } => {

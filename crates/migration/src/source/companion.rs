@@ -23,7 +23,7 @@ use crate::source::qemu::SourceQemu;
 use crate::source::sender::Sending;
 use crate::status::migration::Entry;
 use longhaul_api::{ApiError, Check};
-use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::Generation;
 use std::pin::Pin;

@@ -8,6 +8,7 @@ use crate::source::retained_qemu::{RetainedQemu, folder};
 use crate::status::migration::Entry;
 use crate::status::registry::{Reservation, Taken};
 use longhaul_api::KeptMemoryReport;
+use longhaul_hypervisor::manager::Found;
 use longhaul_protocol::units::show_bytes;
 use longhaul_storage::Holder;
 use std::fs;
@@ -65,9 +66,11 @@ impl Source {
     /// Ends the QEMU of a departed guest, and what the guest needed here.
     async fn end_departed(&self, guest: &str) {
         let state = &self.parts.config.state;
-        let removed = crate::host::qemu::remove(&self.parts.config.state, guest).await;
-        let stands =
-            removed.and_then(|()| crate::host::qemu::find(&self.parts.config.state, guest));
+        if let Err(error) = self.parts.guests.confirm(guest, None).await {
+            tracing::error!(guest, %error, "something of it is left over");
+        }
+        let found = self.parts.guests.list();
+        let stands = found.map(|found| found.into_iter().find(|found| is_left_over(found, guest)));
         if !matches!(stands, Ok(None)) {
             // The agent finds the note after its next start.
             return tracing::error!(guest, ?stands, "its QEMU is left over");
@@ -110,4 +113,9 @@ impl Source {
         }
         Ok(())
     }
+}
+
+/// Returns whether this is the guest, and has a QEMU or a record that cannot be used.
+fn is_left_over(found: &Found, guest: &str) -> bool {
+    found.name() == guest && !matches!(found, Found::Ended(_))
 }

@@ -6,7 +6,7 @@ use crate::context::Context;
 use crate::files::{Place, Staying, is_file_or_volume, of_guest, open, stands_on};
 use channel::TalkError;
 use longhaul_api::{ApiError, ErrorCode};
-use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::has_open;
 use longhaul_protocol::files::{FileClaim, FileKind};
 use longhaul_protocol::message::{Check, FilesQuery, Query, ToDestination, ToSource, Verdict};

@@ -9,9 +9,9 @@ use longhaul_api::{ApiError, BaseChoice, DiskChoice, DiskReport, ErrorCode};
 use longhaul_engine::choose::{Choice, Seen, Why, choose};
 use longhaul_engine::source::{Source, SourceError};
 use longhaul_engine::strategy::{Before, Promise, Strategy};
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::config::ImageFormat;
 use longhaul_hypervisor::disk_rate;
-use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::has_open;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use longhaul_image::ImageId;
@@ -135,7 +135,7 @@ impl Known {
 /// Returns the average write rates of a guest since its QEMU started, by device. Empty if no
 /// process is known.
 async fn average(running: &Guest, qmp: &Qmp) -> Result<BTreeMap<String, f64>, QmpError> {
-    match &running.record().process {
+    match running.process() {
         Some(process) => disk_rate::average(qmp, process.age()).await,
         None => Ok(BTreeMap::new()),
     }

@@ -14,12 +14,12 @@ use longhaul_api::{
     ApiError, Asked, Check, Convergence, DiskChoice, ErrorCode, Plan, PlanRequest, Prediction,
     ProbeResult, Strategy,
 };
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::attach::look_again;
 use longhaul_hypervisor::dirty_rate;
-use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::observe::{self, Blocker};
-use longhaul_hypervisor::qmp::Qmp;
+use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_hypervisor::tested;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{self, Query, Verdict};
@@ -180,7 +180,7 @@ pub(crate) async fn examine(
         if let Some(examined) = attached.map_err(failure::attach)? {
             return Ok(examined);
         }
-        let examined = observe::examine(qmp, guest.record().process.as_ref()).await;
+        let examined = observe::examine(qmp, guest.process()).await;
         examined.map_err(|error| qemu(&error))
     };
     let disks = async {
@@ -197,13 +197,12 @@ async fn look_here(
     candidate: &Candidate,
     plan: &mut Plan,
 ) -> Result<(Machine, Look, Known), ApiError> {
-    let qmp = candidate
-        .guest
-        .connect()
-        .await
-        .map_err(|error| qemu(&error))?;
-    let known = Known::of(&candidate.guest, DiskChoice::Auto, &qmp);
-    let (examined, known) = tokio::join!(examine(context, &candidate.guest, &qmp), known);
+    let guests = &context.parts.guests;
+    let lease = guests.lease(&candidate.guest, COMMAND_TIMEOUT).await;
+    let lease = lease.map_err(|error| qemu(&error))?;
+    let qmp = lease.qmp();
+    let known = Known::of(&candidate.guest, DiskChoice::Auto, qmp);
+    let (examined, known) = tokio::join!(examine(context, &candidate.guest, qmp), known);
     let (machine, blockers) = examined?;
     plan.qemu = Some(machine.qemu.clone());
     plan.machine_type = Some(machine.machine_type.clone());
@@ -221,7 +220,7 @@ async fn look_here(
             .into_iter()
             .map(|b| Check::refuse("devices", b.text, b.hint)),
     );
-    if let Err(error) = is_paused(&qmp).await {
+    if let Err(error) = is_paused(qmp).await {
         plan.checks.push(Check::refuse(
             "guest",
             error.message,
@@ -229,7 +228,7 @@ async fn look_here(
         ));
     }
     let mut seen = Look::default();
-    match SourceQemu::attach(candidate.guest.clone(), qmp).await {
+    match SourceQemu::attach(guests.clone(), candidate.guest.clone(), lease).await {
         Ok(outbound) => {
             let mut looking = look(&outbound);
             while looking.changed().await.is_ok() {}

@@ -30,6 +30,7 @@ use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record, Terms};
 use longhaul_engine::source::{Source as Engine, SourceError};
 use longhaul_engine::strategy::Strategy;
+use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{
     DisksOffer, FilesOffer, Keeps, Offer, Query, ToDestination, ToSource, Verdict,
@@ -160,11 +161,14 @@ impl Preparing {
             host,
             generation,
         } = &self.candidate;
-        let qmp = guest.connect().await.map_err(|error| qemu(&error))?;
+        let guests = &self.source.parts.guests;
+        let lease = guests.lease(guest, COMMAND_TIMEOUT).await;
+        let lease = lease.map_err(|error| qemu(&error))?;
+        let qmp = lease.qmp();
         let mut companions = self.source.companions(&self.about());
-        companions.check(guest, &qmp).await?;
+        companions.check(guest, qmp).await?;
         let examining = async {
-            let (machine, blockers) = plan::examine(&self.source, guest, &qmp).await?;
+            let (machine, blockers) = plan::examine(&self.source, guest, qmp).await?;
             match blockers.into_iter().next() {
                 Some(blocker) => {
                     Err(ApiError::new(ErrorCode::Refused, blocker.text).hint(blocker.hint))
@@ -178,9 +182,9 @@ impl Preparing {
             control.map_err(|error| failure::connect(&host.name, &error))
         };
         let asked = self.request.disks;
-        let looking = async { Ok(Known::of(guest, asked, &qmp).await) };
+        let looking = async { Ok(Known::of(guest, asked, qmp).await) };
         let (machine, paused, control, mut known) =
-            tokio::try_join!(examining, is_paused(&qmp), connecting, looking)?;
+            tokio::try_join!(examining, is_paused(qmp), connecting, looking)?;
         let limit = self.share.of(self.request.bandwidth_bps);
         known.limit(
             self.source.context.link_rate(&host.name),
@@ -191,7 +195,7 @@ impl Preparing {
         let mut held = block_in_place(|| files::hold(&self.source, guest))?;
         self.ask(&control, &machine, &mut held).await?;
         self.unless_cancelled(companions.prepare(guest)).await??;
-        let mut outbound = SourceQemu::attach(guest.clone(), qmp)
+        let mut outbound = SourceQemu::attach(guests.clone(), guest.clone(), lease)
             .await
             .map_err(crate::source::qemu::SourceQemuError::into_api)?;
         let memory = outbound.regions().len();

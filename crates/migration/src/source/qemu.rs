@@ -11,15 +11,15 @@ use crate::status::usage::{Meter, Usage};
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_codec::BlockId;
 use longhaul_engine::source::{Source, SourceError, Unseen};
-use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::manager::{AbortError, GuestManager, Lease, ManagerError, Stays};
 use longhaul_hypervisor::memory::{
-    AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Progress, Settings, Written,
+    AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Progress, Written,
 };
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use longhaul_storage::disk::RawDisk;
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,9 +35,12 @@ pub(crate) enum SourceQemuError {
     /// The engine rejected a report of QEMU.
     #[error(transparent)]
     Engine(#[from] SourceError),
-    /// The path of the socket is too long.
+    /// Its manager cannot prepare its departure.
     #[error(transparent)]
-    Path(#[from] longhaul_hypervisor::folder::PathTooLong),
+    Manager(#[from] ManagerError),
+    /// Its manager cannot restore its QEMU.
+    #[error(transparent)]
+    Abort(#[from] AbortError),
     /// The operating system returned an error.
     #[error("QEMU cannot be watched: {0}")]
     Host(#[from] io::Error),
@@ -54,8 +57,9 @@ impl SourceQemuError {
 
 /// The QEMU of a departing guest.
 pub(crate) struct SourceQemu {
+    guests: Arc<dyn GuestManager>,
     guest: Guest,
-    qmp: Qmp,
+    lease: Lease,
     memory: Arc<GuestMemory>,
     regions: Vec<RegionSpec>,
     places: Vec<usize>,
@@ -76,11 +80,15 @@ pub(crate) struct Stopped {
 
 impl SourceQemu {
     /// Attaches to a guest's memory to read it. Changes nothing.
-    pub(crate) async fn attach(guest: Guest, qmp: Qmp) -> Result<Self, SourceQemuError> {
+    pub(crate) async fn attach(
+        guests: Arc<dyn GuestManager>,
+        guest: Guest,
+        lease: Lease,
+    ) -> Result<Self, SourceQemuError> {
         let pid = guest
             .pid()
             .ok_or_else(|| io::Error::other("it has no process"))?;
-        let memory = Arc::new(GuestMemory::attach(&qmp, pid).await?);
+        let memory = Arc::new(GuestMemory::attach(lease.qmp(), pid).await?);
         let mut regions = Vec::new();
         let mut places = Vec::new();
         let direct = memory
@@ -100,8 +108,9 @@ impl SourceQemu {
             });
         }
         Ok(Self {
+            guests,
             guest,
-            qmp,
+            lease,
             memory,
             regions,
             places,
@@ -141,7 +150,7 @@ impl SourceQemu {
 
     /// Returns the control connection to its QEMU.
     pub(crate) fn qmp(&self) -> &Qmp {
-        &self.qmp
+        self.lease.qmp()
     }
 
     /// Returns the regions of its memory that travel in frames.
@@ -170,14 +179,9 @@ impl SourceQemu {
 
     /// Begins QEMU's migration, which may slow the guest by up to this percentage of its time.
     pub(crate) async fn start(&mut self, slow_at_most: Option<u8>) -> Result<(), SourceQemuError> {
-        let path: PathBuf = self.guest.folder().socket("outgoing")?;
-        let settings = Settings::look(&self.qmp)
-            .await
-            .map_err(OutgoingError::from)?;
-        let kept = self.guest.folder().settings();
-        settings.keep(&kept).map_err(OutgoingError::from)?;
-        self.log("forget a stop", self.guest.folder().forget_stop());
-        let started = Outgoing::start(&self.qmp, self.memory.clone(), &path, slow_at_most);
+        let path = self.guests.depart(&self.guest, &self.lease).await?;
+        let (qmp, memory) = (self.lease.qmp(), self.memory.clone());
+        let started = Outgoing::start(qmp, memory, &path, slow_at_most);
         let (outgoing, prelude) = started.await?;
         self.prelude = prelude.bytes;
         self.outgoing = Some(outgoing);
@@ -279,11 +283,12 @@ impl SourceQemu {
             outgoing.complete_early().await?;
             fail_point::after_convergence();
         }
-        let noted = self.guest.folder().note_stop();
+        let noted = self.guests.note_stop(&self.guest, true);
         let frozen = match outgoing.freeze().await {
             Ok(frozen) => frozen,
             Err(OutgoingError::Restarted) => {
-                self.log("forget a stop", self.guest.folder().forget_stop());
+                let forgotten = self.guests.note_stop(&self.guest, false);
+                self.log("forget a stop", forgotten);
                 return Ok(None);
             }
             Err(error) => return Err(error.into()),
@@ -335,10 +340,9 @@ impl SourceQemu {
         if let Some(outgoing) = self.outgoing.take() {
             outgoing.abort().await?;
         }
-        let kept = self.guest.folder().settings();
-        let restored = Settings::restore_kept(&self.qmp, &kept).await;
-        restored.map_err(OutgoingError::from)?;
-        self.log("forget a stop", self.guest.folder().forget_stop());
+        let Self { guest, lease, .. } = self;
+        let restored = self.guests.abort_outgoing(guest, lease, Stays::Continued);
+        restored.await?;
         Ok(())
     }
 
@@ -377,7 +381,10 @@ impl SourceQemu {
                 return departed;
             }
         }
-        crate::host::qemu::stop(&self.guest, &self.qmp).await;
+        let name = self.guest.name();
+        if let Err(error) = self.guests.confirm(name, Some(&self.lease)).await {
+            tracing::error!(guest = name, %error, "something of this guest is left over");
+        }
         None
     }
 

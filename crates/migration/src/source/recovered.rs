@@ -29,8 +29,9 @@ use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve,
 use longhaul_attempt::Source as Core;
 use longhaul_attempt::source::{Action, Cause, Config, DialError, Event, FromDestination};
 use longhaul_engine::handover::{SourceState, Terms};
-use longhaul_hypervisor::guest::Guest;
-use longhaul_hypervisor::memory::{self, Continuation};
+use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::manager::Stays;
+use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Epoch, MigrationId};
 use longhaul_storage::Journal;
@@ -130,10 +131,8 @@ impl SourceOwner for RecoveredSource {
             }
             Action::Quit => {
                 let ledger = &self.handover.ledger;
-                if let Err(error) =
-                    crate::host::qemu::remove(&ledger.context.parts.config.state, &ledger.guest)
-                        .await
-                {
+                let guests = &ledger.context.parts.guests;
+                if let Err(error) = guests.confirm(&ledger.guest, None).await {
                     tracing::error!(guest = ledger.guest, %error, "something is left over");
                 }
                 self.companions.committed().await;
@@ -521,10 +520,7 @@ impl RecoveredSource {
         let here = &ledger.context.parts.config.name;
         let guest = &ledger.guest;
         let records = of_attempt(&ledger.journal, ledger.terms);
-        let (resumed, state) = match crate::host::qemu::find(
-            &ledger.context.parts.config.state,
-            guest,
-        ) {
+        let (resumed, state) = match ledger.context.parts.guests.find(guest) {
             Ok(Some(found)) if is_stale(&records, found.description()) => {
                 ledger.context.sweeper.wake();
                 (true, stale(guest, here))
@@ -696,19 +692,16 @@ async fn resume(
     ledger: &Ledger,
     companions: &mut Companions,
 ) -> Result<(), String> {
-    let qmp = guest.connect().await.map_err(|error| error.to_string())?;
+    let guests = &ledger.context.parts.guests;
+    let lease = guests.lease(guest, COMMAND_TIMEOUT).await;
+    let lease = lease.map_err(|error| error.to_string())?;
     let state = &ledger.context.parts.config.state;
-    let stopped = guest.folder().is_stop_noted() || exports::are_stopping(state, guest.name());
-    memory::resume(&qmp, Continuation::of(run, stopped))
-        .await
-        .map_err(|error| error.to_string())?;
-    if let Err(error) = guest.folder().forget_stop() {
-        tracing::error!(guest = guest.name(), %error, "cannot note that it continues");
-    }
-    // The settings of its QEMU from before the move.
-    memory::Settings::restore_kept(&qmp, &guest.folder().settings())
-        .await
-        .map_err(|error| error.to_string())?;
-    companions.resumed(guest, &qmp).await;
+    let stays = Stays::Interrupted {
+        ran: run,
+        stopped: exports::are_stopping(state, guest.name()),
+    };
+    let aborted = guests.abort_outgoing(guest, &lease, stays).await;
+    aborted.map_err(|error| error.to_string())?;
+    companions.resumed(guest, lease.qmp()).await;
     Ok(())
 }

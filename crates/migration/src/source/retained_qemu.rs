@@ -7,7 +7,7 @@ use crate::host::fail_point;
 use crate::host::memory_cache::{KeptMemory, Memory, Written};
 use crate::host::retained_qemus::Retained;
 use longhaul_api::Phase;
-use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_protocol::BlockRange;
 use longhaul_storage::files::{RealFiles, create_folder};
@@ -64,8 +64,7 @@ impl Memory for Read<'_> {
         let read = memory.read(*place, &[range], into);
         read.map_err(|error| error.to_string())?;
         // The process id may have been reused.
-        let process = guest.record().process.as_ref();
-        match process.map(|id| id.is_alive()) {
+        match guest.process().map(|id| id.is_alive()) {
             Some(Ok(true)) => Ok(()),
             _ => Err("QEMU has ended".to_owned()),
         }

@@ -2,7 +2,6 @@
 
 use crate::destination::attempt::DestinationAttempt;
 use crate::destination::fetch::{Begun, Fetch};
-use crate::destination::qemu::DestinationQemuError;
 use crate::handover::attempt_record::abort_reason;
 use crate::handover::ledger::{
     DestinationHandover, DestinationOwner, drive_destination, tell_destination,
@@ -11,7 +10,7 @@ use crate::status::in_doubt;
 use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve, Side};
 use longhaul_attempt::destination::{Action, Event};
 use longhaul_engine::handover::DestinationState;
-use longhaul_hypervisor::qmp::QmpError;
+use longhaul_hypervisor::manager::CommitError;
 use longhaul_protocol::message::{Summary, ToSource};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -175,7 +174,7 @@ impl DestinationAttempt {
     async fn resume_guest(&mut self) -> Event {
         let generation = self.handover.ledger.terms.next();
         self.companions.committed().await;
-        match self.inbound.resume(generation, self.offer.paused).await {
+        match self.inbound.commit(generation, self.offer.paused).await {
             Ok(()) => {
                 if !self.offer.paused {
                     self.clock = Some(self.inbound.set_clock());
@@ -185,11 +184,9 @@ impl DestinationAttempt {
                 Event::Resumed
             }
             // QEMU refused `cont`, so the guest has never run here.
-            Err(DestinationQemuError::Qmp(error @ QmpError::Refused { .. })) => {
-                Event::ResumeFailed(crate::channel::short(&error.to_string()))
-            }
+            Err(CommitError::Refused(why)) => Event::ResumeFailed(crate::channel::short(&why)),
             // The guest may have run before QEMU stopped answering, so it counts as running here.
-            Err(error) => {
+            Err(error @ CommitError::Unknown(_)) => {
                 tracing::error!(guest = self.offer.guest.name, %error, "told to run, no answer");
                 Event::Resumed
             }

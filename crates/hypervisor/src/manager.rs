@@ -1,0 +1,354 @@
+//! The interface between a migration and the owner of a guest on a host: [`GuestManager`].
+//!
+//! ```text
+//! source                                      destination
+//! find -> lease                               launch_incoming -> Launched
+//! depart -> note_stop                           |
+//!   |                                         commit          the guest is this host's
+//!   '-> confirm         it has left             or
+//!    or abort_outgoing  it stays              abort_incoming  nothing of it remains here
+//! ```
+//!
+//! [`crate::launcher::Launcher`] manages the guests that Longhaul launched or attached to. The
+//! right to run a guest is not a manager's: the handover's journals decide it
+//! (docs/decisions/0036-guest-managers.md).
+
+use crate::disk::base::Base;
+use crate::guest::StopError;
+use crate::process::{Process, ProcessId};
+use crate::qmp::Qmp;
+use crate::starter::Starter;
+use futures_util::future::BoxFuture;
+use longhaul_protocol::HostId;
+use longhaul_protocol::guest::GuestDescription;
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The owner of guests on this host.
+pub trait GuestManager: Send + Sync {
+    /// Returns the guests that have a QEMU here, or remains of one. Changes nothing.
+    fn list(&self) -> io::Result<Vec<Found>>;
+
+    /// Returns the guest with this name, if its QEMU runs here.
+    fn find(&self, name: &str) -> io::Result<Option<Guest>> {
+        let found = self.list()?;
+        Ok(found.into_iter().find_map(|found| match found {
+            Found::Running(guest) if guest.name() == name => Some(guest),
+            Found::Running(_) | Found::Ended(_) | Found::Damaged { .. } => None,
+        }))
+    }
+
+    /// Returns what could start a second copy of a guest here after it has left; `None` where its
+    /// QEMU has ended.
+    fn starter(&self, guest: &Guest) -> io::Result<Option<Starter>>;
+
+    /// Takes the exclusive right to control a guest's QEMU. Fails if another holder has it for
+    /// `within`.
+    fn lease<'a>(
+        &'a self,
+        guest: &'a Guest,
+        within: Duration,
+    ) -> BoxFuture<'a, Result<Lease, ManagerError>>;
+
+    /// Launches the QEMU of a guest that arrives. It is paused, and takes no stream yet. After an
+    /// error nothing of it remains, except where the error says so. The launch is completed even if
+    /// the future is dropped.
+    fn launch_incoming(
+        &self,
+        incoming: IncomingGuest,
+    ) -> BoxFuture<'_, Result<Launched, LaunchIncomingError>>;
+
+    /// Gives an arrived guest to this host by the manager's own durable record, and lets it run.
+    ///
+    /// `lease` is that of a QEMU that has just loaded the guest. Without one, as after a restart of
+    /// the agent, the state of QEMU is unknown, and the guest counts as committed even if it does
+    /// not run.
+    fn commit<'a>(
+        &'a self,
+        guest: &'a Guest,
+        lease: Option<&'a Lease>,
+        commit: Commit,
+    ) -> BoxFuture<'a, Result<(), CommitError>>;
+
+    /// Ends the QEMU of an arriving guest that does not come, and removes what was made for it.
+    /// Does nothing if there is nothing.
+    fn abort_incoming<'a>(
+        &'a self,
+        guest: &'a str,
+        lease: Option<&'a Lease>,
+    ) -> BoxFuture<'a, Result<(), StopError>>;
+
+    /// Notes durably what [`GuestManager::abort_outgoing`] has to restore in a guest's QEMU.
+    /// Returns the path of the socket for its migration stream, where QEMU may connect.
+    fn depart<'a>(
+        &'a self,
+        guest: &'a Guest,
+        lease: &'a Lease,
+    ) -> BoxFuture<'a, Result<PathBuf, ManagerError>>;
+
+    /// Notes whether a move is about to stop a departing guest. The note survives the agent. It
+    /// need not survive the host: neither does the guest.
+    fn note_stop(&self, guest: &Guest, stops: bool) -> io::Result<()>;
+
+    /// Restores a guest that does not leave to its state before the move.
+    fn abort_outgoing<'a>(
+        &'a self,
+        guest: &'a Guest,
+        lease: &'a Lease,
+        stays: Stays,
+    ) -> BoxFuture<'a, Result<(), AbortError>>;
+
+    /// Ends the QEMU of a guest that has left, and removes what was made for it. Does nothing if
+    /// there is nothing.
+    fn confirm<'a>(
+        &'a self,
+        guest: &'a str,
+        lease: Option<&'a Lease>,
+    ) -> BoxFuture<'a, Result<(), StopError>>;
+}
+
+/// The state of a guest that a manager found.
+#[derive(Debug)]
+pub enum Found {
+    /// Its QEMU runs.
+    Running(Guest),
+    /// Its QEMU has ended, by itself or with the machine.
+    Ended(Guest),
+    /// Its record cannot be used; nothing was changed.
+    Damaged {
+        /// The guest.
+        name: String,
+        /// Its description, if that can be read.
+        description: Option<Box<GuestDescription>>,
+        /// The host that sent it, if that is known.
+        sender: Option<HostId>,
+        /// The error.
+        why: String,
+    },
+}
+
+impl Found {
+    /// Returns the guest's name.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Running(guest) | Self::Ended(guest) => guest.name(),
+            Self::Damaged { name, .. } => name,
+        }
+    }
+
+    /// Returns its description, if that can be read.
+    pub fn description(&self) -> Option<&GuestDescription> {
+        match self {
+            Self::Running(guest) | Self::Ended(guest) => Some(guest.description()),
+            Self::Damaged { description, .. } => description.as_deref(),
+        }
+    }
+
+    /// Returns the host that sent it, if that is known.
+    pub fn sender(&self) -> Option<HostId> {
+        match self {
+            Self::Running(guest) | Self::Ended(guest) => guest.sender(),
+            Self::Damaged { sender, .. } => *sender,
+        }
+    }
+}
+
+/// The handle of a guest: what its manager knew when it was found.
+#[derive(Debug, Clone)]
+pub struct Guest(Arc<Facts>);
+
+/// What a manager knows of a guest.
+#[derive(Debug)]
+pub struct Facts {
+    /// The description that a destination launches.
+    pub description: GuestDescription,
+    /// Generation of the right to run at the time of the manager's record.
+    pub generation: u64,
+    /// Its process, also after that has ended.
+    pub process: Option<ProcessId>,
+    /// Whether a program other than Longhaul started its QEMU.
+    pub attached: bool,
+    /// The host that sent it, if it came by a migration.
+    pub sender: Option<HostId>,
+    /// QEMU's log.
+    pub log: PathBuf,
+    /// The host's ends of its channels, by the channels' names, where the manager knows them.
+    pub channels: BTreeMap<String, PathBuf>,
+}
+
+impl From<Facts> for Guest {
+    fn from(facts: Facts) -> Self {
+        Self(Arc::new(facts))
+    }
+}
+
+impl Guest {
+    /// Returns the guest's name.
+    pub fn name(&self) -> &str {
+        &self.0.description.name
+    }
+
+    /// Returns the description that a destination launches.
+    pub fn description(&self) -> &GuestDescription {
+        &self.0.description
+    }
+
+    /// Returns the generation of the right to run in its manager's record.
+    pub fn generation(&self) -> u64 {
+        self.0.generation
+    }
+
+    /// Returns whether a program other than Longhaul started its QEMU.
+    pub fn is_attached(&self) -> bool {
+        self.0.attached
+    }
+
+    /// Returns the host that sent it, if it came by a migration.
+    pub fn sender(&self) -> Option<HostId> {
+        self.0.sender
+    }
+
+    /// Returns QEMU's log.
+    pub fn log(&self) -> &Path {
+        &self.0.log
+    }
+
+    /// Returns the host's end of one of its channels.
+    pub fn channel(&self, name: &str) -> Option<&Path> {
+        self.0.channels.get(name).map(PathBuf::as_path)
+    }
+
+    /// Returns the host's ends of its channels, by the channels' names.
+    pub fn channels(&self) -> &BTreeMap<String, PathBuf> {
+        &self.0.channels
+    }
+
+    /// Returns the number of its process, also after the process ended.
+    pub fn pid(&self) -> Option<i32> {
+        self.0.process.as_ref().map(|process| process.pid)
+    }
+
+    /// Returns its process, also after the process ended.
+    pub fn process(&self) -> Option<&ProcessId> {
+        self.0.process.as_ref()
+    }
+
+    /// Waits until its QEMU has ended.
+    pub async fn ended(&self) -> io::Result<()> {
+        let process = self.process().map(Process::open).transpose()?;
+        match process.flatten() {
+            Some(process) => process.ended().await,
+            None => Ok(()),
+        }
+    }
+}
+
+/// The exclusive right to control a guest's QEMU, until this and all clones of its [`Qmp`] are
+/// dropped.
+#[derive(Debug)]
+pub struct Lease {
+    qmp: Qmp,
+}
+
+impl From<Qmp> for Lease {
+    fn from(qmp: Qmp) -> Self {
+        Self { qmp }
+    }
+}
+
+impl Lease {
+    /// Returns the access to QEMU.
+    pub fn qmp(&self) -> &Qmp {
+        &self.qmp
+    }
+}
+
+/// A guest that arrives.
+#[derive(Debug, Clone)]
+pub struct IncomingGuest {
+    /// Its description.
+    pub description: GuestDescription,
+    /// Generation of the right to run at its source.
+    pub generation: u64,
+    /// The base images of its disks, by the disks' names; other images name their backing files
+    /// themselves.
+    pub bases: BTreeMap<String, Base>,
+    /// The host that sends it.
+    pub sender: HostId,
+}
+
+/// The QEMU of an arriving guest.
+#[derive(Debug)]
+pub struct Launched {
+    /// The guest.
+    pub guest: Guest,
+    /// The right to control its QEMU.
+    pub lease: Lease,
+    /// The path of the socket for its migration stream, where QEMU may listen.
+    pub socket: PathBuf,
+}
+
+/// The terms on which an arrived guest becomes this host's.
+#[derive(Debug, Clone, Copy)]
+pub struct Commit {
+    /// The new generation of the right to run it.
+    pub generation: u64,
+    /// Whether it runs; a guest that was paused at its source stays paused.
+    pub runs: bool,
+}
+
+/// How a guest that does not leave continues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stays {
+    /// QEMU's migration was aborted, and the guest is in its state before the move.
+    Continued,
+    /// QEMU's migration may still run, and the guest may be stopped.
+    Interrupted {
+        /// Whether it ran before the move.
+        ran: bool,
+        /// Whether the move may have stopped it. It counts as stopped, too, if
+        /// [`GuestManager::note_stop`] said so.
+        stopped: bool,
+    },
+}
+
+/// Why a manager cannot do what is asked.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{0}")]
+pub struct ManagerError(pub String);
+
+/// Why the QEMU of an arriving guest was not launched.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum LaunchIncomingError {
+    /// This host cannot run the guest.
+    #[error("{0}")]
+    Unsuitable(String),
+    /// QEMU did not start, or its record could not be written.
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// Why an arrived guest does not run.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum CommitError {
+    /// QEMU refused. The guest has never run here, and nothing was recorded.
+    #[error("{0}")]
+    Refused(String),
+    /// It is not known whether the guest has run here.
+    #[error("{0}")]
+    Unknown(String),
+}
+
+/// Why a guest is not in its state before the move.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum AbortError {
+    /// It does not continue.
+    #[error("{0}")]
+    Stopped(String),
+    /// It continues, and its QEMU has settings of the move.
+    #[error("{0}")]
+    Settings(String),
+}
