@@ -13,6 +13,7 @@ pub mod installed;
 pub mod interrupt;
 pub mod lab;
 pub mod link;
+mod mounts;
 pub mod netns;
 pub mod peer;
 pub mod process;

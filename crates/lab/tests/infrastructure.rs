@@ -1,14 +1,17 @@
-//! Tests real hosts and links in network namespaces: the behaviour of links. Needs root.
+//! Tests real hosts and links in network namespaces: the behaviour of links, and what is removed
+//! with a laboratory. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::fs;
 use std::net::UdpSocket;
 use std::process::Command;
 use std::time::Duration;
 
 use longhaul_lab::error::LabError;
 use longhaul_lab::lab::{Lab, Plan};
-use longhaul_lab::process::wait_until;
+use longhaul_lab::process::{run, wait_until};
+use longhaul_lab::registry::Registry;
 
 /// A time limit for a busy machine.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -46,6 +49,32 @@ fn laboratories_do_not_disturb_each_other() {
     reaches(&second).unwrap();
     drop(first);
     reaches(&second).unwrap();
+}
+
+#[test]
+fn what_is_mounted_below_a_dead_laboratory_goes_with_it_and_nothing_else() {
+    let registry = Registry::of_this_machine();
+    let [kept, dead] = ["test: kept", "test: dead"].map(|it| registry.enter(it).unwrap());
+    let mounted = [&kept, &dead].map(|claim| {
+        let room = claim.record.data.join("paris/a room");
+        for folder in [room.clone(), room.join("within")] {
+            fs::create_dir_all(&folder).unwrap();
+            let mut mount = Command::new("mount");
+            run(mount.args(["-t", "tmpfs", "tmpfs"]).arg(&folder)).unwrap();
+            fs::write(folder.join("file"), "x").unwrap();
+        }
+        room
+    });
+    // A file that is open keeps a mount busy.
+    let open = fs::File::open(mounted[1].join("within/file")).unwrap();
+    drop(dead); // as when its owner dies: the lock is free, all else remains
+    // Another test may have swept it already.
+    registry.sweep().unwrap();
+    assert!(!mounted[1].parent().unwrap().parent().unwrap().exists());
+    assert!(mounted[0].join("within/file").exists());
+    kept.remove().unwrap();
+    assert!(!kept.record.data.exists());
+    drop(open);
 }
 
 #[test]
