@@ -82,7 +82,7 @@ pub(crate) fn key<T: AsRef<[u8]>>(parts: &[T]) -> String {
 ///
 /// # Errors
 /// When it cannot be made.
-pub fn folder() -> Result<PathBuf, LabError> {
+pub(crate) fn folder() -> Result<PathBuf, LabError> {
     let folder = installed::folder().join("guests");
     fs::create_dir_all(&folder)
         .during(|| format!("make {} (hint: run as root)", folder.display()))?;
@@ -93,7 +93,7 @@ pub fn folder() -> Result<PathBuf, LabError> {
 ///
 /// # Errors
 /// When the lock cannot be had.
-pub fn hold() -> Result<Flock<File>, LabError> {
+pub(crate) fn hold() -> Result<Flock<File>, LabError> {
     let path = folder()?.join("lock");
     let file = File::options()
         .create(true)
@@ -107,7 +107,7 @@ pub fn hold() -> Result<Flock<File>, LabError> {
 }
 
 /// Returns the key of the disk: another recipe makes another disk.
-pub fn recipe() -> String {
+pub(crate) fn recipe() -> String {
     let mut parts = vec![BUILD];
     for (name, content) in FILES {
         parts.extend([name, content]);
@@ -119,7 +119,7 @@ pub fn recipe() -> String {
 ///
 /// # Errors
 /// When it cannot be built; the recipe's output is part of the error.
-pub fn debian() -> Result<PathBuf, LabError> {
+pub(crate) fn debian() -> Result<PathBuf, LabError> {
     let whole = folder()?.join(format!("debian-{}", recipe()));
     let disk = whole.join("disk.img");
     let _held = hold()?;

@@ -6,7 +6,7 @@
 
 pub mod bench;
 pub mod clients;
-pub mod image;
+mod image;
 pub mod measure;
 pub mod moves;
 pub mod peer;
