@@ -10,7 +10,7 @@ pub const CORES: [&str; 5] = [
 ];
 
 /// The dependencies allowed for each package of the workspace (without those of its tests).
-pub const DIRECTION: [(&str, &[&str]); 18] = [
+pub const DIRECTION: [(&str, &[&str]); 21] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
@@ -53,15 +53,40 @@ pub const DIRECTION: [(&str, &[&str]); 18] = [
     ),
     // The codec's baseline: used by the laboratory alone, never part of the product.
     ("longhaul-cloudnet", &[]),
-    // The laboratory drives the product from outside; only its codec benches call these packages.
+    // The laboratory drives the product from outside.
     (
         "longhaul-lab",
+        &["longhaul-protocol", "longhaul-api", "longhaul-history"],
+    ),
+    // Only its codec benches call the codec and its baseline.
+    (
+        "longhaul-lab-bench",
         &[
             "longhaul-protocol",
             "longhaul-api",
             "longhaul-codec",
             "longhaul-cloudnet",
             "longhaul-history",
+            "longhaul-lab",
+        ],
+    ),
+    (
+        "longhaul-lab-crash",
+        &[
+            "longhaul-protocol",
+            "longhaul-api",
+            "longhaul-history",
+            "longhaul-lab",
+        ],
+    ),
+    (
+        "longhaul-lab-program",
+        &[
+            "longhaul-protocol",
+            "longhaul-history",
+            "longhaul-lab",
+            "longhaul-lab-bench",
+            "longhaul-lab-crash",
         ],
     ),
     ("longhaul-checks", &[]),

@@ -1,16 +1,11 @@
-//! Implements the laboratory: emulated hosts, links and guests on one machine; demo, end-to-end
-//! tests, benches.
+//! Implements the laboratory: emulated hosts, links and guests on one machine, and the product that
+//! moves the guests.
 //!
 //! [`lab`] creates hosts ([`netns`]) and [`link`]s and records them in the [`registry`], so that
 //! they are always removed.
 
 pub mod agent;
 pub mod arena;
-pub mod bench;
-pub mod clients;
-pub mod crash;
-pub mod demo;
-pub mod doctor;
 pub mod error;
 pub mod guest;
 pub mod history;
@@ -18,12 +13,9 @@ pub mod installed;
 pub mod interrupt;
 pub mod lab;
 pub mod link;
-pub mod measure;
-pub mod moves;
+mod mounts;
 pub mod netns;
 pub mod peer;
 pub mod process;
 pub mod product;
 pub mod registry;
-pub mod results;
-pub mod up;

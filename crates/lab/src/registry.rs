@@ -17,6 +17,7 @@ use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{During, LabError};
+use crate::mounts;
 use crate::netns::Namespace;
 use crate::process::{self, ProcessId};
 
@@ -277,8 +278,8 @@ pub fn owner_of(found: &Found) -> Option<ProcessId> {
         .filter(|owner| owner.is_alive())
 }
 
-/// Removes processes first, then namespaces, then folders: the record is last, so that an
-/// interrupted removal is resumed.
+/// Removes processes first, then namespaces, then mounts and folders: the record is last, so that
+/// an interrupted removal is resumed.
 fn remove_everything(
     id: &str,
     namespaces: &[String],
@@ -296,6 +297,7 @@ fn remove_everything(
         Namespace::remove(name)?;
     }
     for path in [data, folder] {
+        mounts::unmount_below(path)?;
         match fs::remove_dir_all(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(error).during(|| format!("remove {}", path.display()));

@@ -1,21 +1,17 @@
-//! Tests real hosts and links in network namespaces: the behaviour of links, and that nothing of a
-//! laboratory remains however it ended. Needs root.
+//! Tests real hosts and links in network namespaces: the behaviour of links, and what is removed
+//! with a laboratory. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use std::io::{BufRead, BufReader};
+use std::fs;
 use std::net::UdpSocket;
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 use longhaul_lab::error::LabError;
 use longhaul_lab::lab::{Lab, Plan};
-use longhaul_lab::netns::{self, Namespace};
-use longhaul_lab::process::{all_with_variable, wait_until};
-use longhaul_lab::registry::{LAB_VARIABLE, Record};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use longhaul_lab::process::{run, wait_until};
+use longhaul_lab::registry::Registry;
 
 /// A time limit for a busy machine.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -27,103 +23,6 @@ fn plan(purpose: &str, link: &str) -> Plan {
         link: link.parse().unwrap(),
         seed: 1,
     }
-}
-
-/// A laboratory held by another process.
-struct Held {
-    process: Child,
-    record: Record,
-}
-
-impl Held {
-    fn start() -> Self {
-        let mut process = Command::new(env!("CARGO_BIN_EXE_lab"))
-            .args(["up", "--bare", "--foreground", "--link", "1mbit,200ms"])
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(process.stdout.take().unwrap())
-            .read_line(&mut line)
-            .unwrap();
-        let record = serde_json::from_str(&line).expect("a laboratory");
-        Self { process, record }
-    }
-
-    fn end_by(&mut self, signal: Signal) {
-        let pid = i32::try_from(self.process.id()).unwrap();
-        kill(Pid::from_raw(pid), signal).unwrap();
-        self.process.wait().unwrap();
-    }
-
-    /// Returns its remains on this machine.
-    fn remains(&self) -> Vec<String> {
-        let record = &self.record;
-        let mut remains: Vec<String> = record
-            .hosts
-            .iter()
-            .map(|host| format!("/run/netns/{}", host.namespace))
-            .chain([
-                format!("/run/longhaul-lab/{}", record.id),
-                record.data.display().to_string(),
-            ])
-            .filter(|path| Path::new(path).exists())
-            .collect();
-        let pids = all_with_variable(LAB_VARIABLE, &record.id).unwrap();
-        remains.extend(pids.iter().map(|pid| format!("process {pid}")));
-        remains
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
-
-#[test]
-fn a_killed_laboratory_is_removed_by_the_next_one() {
-    let mut killed = Held::start();
-    let host = &killed.record.hosts[0].namespace;
-    // A process that outlives its owner, like a guest's QEMU; without the variable, as there.
-    let mut guest = Namespace::open(host)
-        .unwrap()
-        .spawn(netns::command("sleep").arg("600"))
-        .unwrap();
-    assert!(killed.remains().len() >= 5, "{:?}", killed.remains());
-    killed.end_by(Signal::SIGKILL);
-    assert!(guest.try_wait().unwrap().is_none(), "the guest goes on");
-
-    let mut next = Held::start();
-    assert!(
-        wait_until(LIMIT, || killed.remains().is_empty()),
-        "{:?}",
-        killed.remains()
-    );
-    assert!(wait_until(LIMIT, || guest.try_wait().unwrap().is_some()));
-    // The next one is unaffected.
-    assert!(next.remains().len() >= 5, "{:?}", next.remains());
-    next.end_by(Signal::SIGTERM);
-    assert!(next.remains().is_empty(), "{:?}", next.remains());
-}
-
-#[test]
-fn ctrl_c_leaves_nothing() {
-    let mut held = Held::start();
-    // The laboratory's own signal handling must not be inherited by its processes.
-    let started = all_with_variable(LAB_VARIABLE, &held.record.id).unwrap();
-    assert!(!started.is_empty());
-    for pid in started {
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-        let blocked = status
-            .lines()
-            .find(|line| line.starts_with("SigBlk:"))
-            .unwrap();
-        assert_eq!(blocked, "SigBlk:\t0000000000000000", "process {pid}");
-    }
-    held.end_by(Signal::SIGINT);
-    assert!(held.remains().is_empty(), "{:?}", held.remains());
 }
 
 #[test]
@@ -150,6 +49,32 @@ fn laboratories_do_not_disturb_each_other() {
     reaches(&second).unwrap();
     drop(first);
     reaches(&second).unwrap();
+}
+
+#[test]
+fn what_is_mounted_below_a_dead_laboratory_goes_with_it_and_nothing_else() {
+    let registry = Registry::of_this_machine();
+    let [kept, dead] = ["test: kept", "test: dead"].map(|it| registry.enter(it).unwrap());
+    let mounted = [&kept, &dead].map(|claim| {
+        let room = claim.record.data.join("paris/a room");
+        for folder in [room.clone(), room.join("within")] {
+            fs::create_dir_all(&folder).unwrap();
+            let mut mount = Command::new("mount");
+            run(mount.args(["-t", "tmpfs", "tmpfs"]).arg(&folder)).unwrap();
+            fs::write(folder.join("file"), "x").unwrap();
+        }
+        room
+    });
+    // A file that is open keeps a mount busy.
+    let open = fs::File::open(mounted[1].join("within/file")).unwrap();
+    drop(dead); // as when its owner dies: the lock is free, all else remains
+    // Another test may have swept it already.
+    registry.sweep().unwrap();
+    assert!(!mounted[1].parent().unwrap().parent().unwrap().exists());
+    assert!(mounted[0].join("within/file").exists());
+    kept.remove().unwrap();
+    assert!(!kept.record.data.exists());
+    drop(open);
 }
 
 #[test]

@@ -2,16 +2,13 @@
 
 pub mod cpio;
 pub mod disks;
-pub mod image;
 pub mod initramfs;
 pub mod network;
-pub mod warm;
 
 use crate::error::{During, LabError};
 use crate::installed;
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel};
 use std::fs;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -19,15 +16,6 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub const KERNEL_NAME: &str = "tiny";
 /// The name of the arena's channel.
 pub const CHANNEL_NAME: &str = "arena";
-
-/// Returns a short key that identifies these parts.
-fn key<T: AsRef<[u8]>>(parts: &[T]) -> String {
-    let mut hasher = DefaultHasher::new();
-    for part in parts {
-        part.as_ref().hash(&mut hasher);
-    }
-    format!("{:016x}", hasher.finish())
-}
 
 /// The chipset of a guest's machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -204,8 +204,8 @@ fn start_emulator(
     // Without the right to such priority `nice` reports that and goes on; lateness is measured
     // anyway.
     let mut command = Command::new("nice");
-    command.args(["-n", "-20"]).arg(own_binary("lab")?);
-    command.args(["emulate-link", &text]).env(LAB_VARIABLE, lab);
+    command.args(["-n", "-20"]).arg(own_binary("lab-link")?);
+    command.arg(&text).env(LAB_VARIABLE, lab);
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let shown = show(&command);
     let mut process = command.spawn().during(|| format!("start `{shown}`"))?;

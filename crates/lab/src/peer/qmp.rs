@@ -15,14 +15,17 @@ const LONGEST_LINE: u64 = 1 << 20;
 
 /// An exclusive connection to a QEMU.
 #[derive(Debug)]
-pub(crate) struct Qmp {
+pub struct Qmp {
     path: PathBuf,
     reader: BufReader<UnixStream>,
 }
 
 impl Qmp {
     /// Connects as soon as the socket exists.
-    pub(crate) fn connect(path: &Path) -> Result<Self, LabError> {
+    ///
+    /// # Errors
+    /// When it does not exist in time, or is not a QEMU's.
+    pub fn connect(path: &Path) -> Result<Self, LabError> {
         let began = Instant::now();
         let socket = loop {
             match UnixStream::connect(path) {
@@ -48,7 +51,10 @@ impl Qmp {
     }
 
     /// Executes a command and returns its result.
-    pub(crate) fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, LabError> {
+    ///
+    /// # Errors
+    /// When QEMU refuses it or does not answer.
+    pub fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, LabError> {
         let line = json!({"execute": command, "arguments": arguments});
         let path = self.path.clone();
         self.reader
