@@ -92,10 +92,9 @@ mod tests {
             },
         };
         let json = serde_json::to_string(&event).unwrap();
-        assert_eq!(
-            json,
-            r#"{"sequence":7,"unix_ms":1800000000000,"event":"guest_reserved","guest":"web-7","by":"agent","migration":null}"#
-        );
+        let expected = r#"{"sequence":7,"unix_ms":1800000000000,"event":"guest_reserved","#;
+        let expected = expected.to_owned() + r#""guest":"web-7","by":"agent","migration":null}"#;
+        assert_eq!(json, expected);
         assert_eq!(serde_json::from_str::<Event>(&json).unwrap(), event);
     }
 
