@@ -2,9 +2,10 @@
 
 use crate::operation::{Method, Operation};
 use crate::{
-    ANSWER_BYTES_MAX, ApiError, AttachGuest, Guest, Guests, Host, Limit, Migration, Migrations,
-    Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest, Report, Resolve, StartGuest,
-    StartMigration, StopGuest, Trust, TrustedHost, TrustedHosts, WATCH_LINE_BYTES_MAX,
+    ANSWER_BYTES_MAX, ApiError, AttachGuest, EVENT_LINE_BYTES_MAX, Event, Guest, Guests, Host,
+    Limit, Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest,
+    Report, Resolve, StartGuest, StartMigration, StopGuest, Trust, TrustedHost, TrustedHosts,
+    WATCH_LINE_BYTES_MAX, What,
 };
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -26,7 +27,7 @@ const CONNECT_WAIT: Duration = Duration::from_secs(5);
 const ANSWER_WAIT: Duration = Duration::from_secs(15);
 /// Time limit for answers that involve QEMU or another host.
 const WORK_WAIT: Duration = Duration::from_secs(180);
-/// Time limit between two lines of a watched migration. An agent sends one at least every second.
+/// Time limit between two lines of a stream. An agent sends one at least every second.
 const WATCH_WAIT: Duration = Duration::from_secs(20);
 
 /// The reason of a failed request.
@@ -277,6 +278,29 @@ impl Client {
     /// Watches a migration.
     pub async fn watch(&self, id: &str) -> Result<Watch, ClientError> {
         let request = self.request(Operation::WatchMigration, id, Bytes::new())?;
+        let lines = self.lines(request, "the migration", WATCH_LINE_BYTES_MAX);
+        Ok(Watch {
+            lines: lines.await?,
+            ended: false,
+        })
+    }
+
+    /// Watches the migrations and reserved guests of the agent's host.
+    pub async fn events(&self) -> Result<Events, ClientError> {
+        let request = self.request(Operation::WatchEvents, "", Bytes::new())?;
+        let lines = self.lines(request, "events", EVENT_LINE_BYTES_MAX);
+        Ok(Events {
+            lines: lines.await?,
+            ended: false,
+        })
+    }
+
+    async fn lines(
+        &self,
+        request: Request<Full<Bytes>>,
+        content: &'static str,
+        line_bytes_max: usize,
+    ) -> Result<Lines, ClientError> {
         let answer = timeout(ANSWER_WAIT, self.open(request))
             .await
             .map_err(|_| self.silent(ANSWER_WAIT))??;
@@ -286,11 +310,12 @@ impl Client {
             self.body(answer).await?;
             return Err(self.nonsense("an error without content"));
         };
-        Ok(Watch {
+        Ok(Lines {
             client: self.clone(),
             body,
             buffer: Vec::new(),
-            ended: false,
+            content,
+            line_bytes_max,
         })
     }
 
@@ -479,9 +504,7 @@ async fn connect_tls(
 
 /// A watched migration.
 pub struct Watch {
-    client: Client,
-    body: Incoming,
-    buffer: Vec<u8>,
+    lines: Lines,
     ended: bool,
 }
 
@@ -492,14 +515,50 @@ impl Watch {
         if self.ended {
             return None;
         }
-        let progress = self.line().await.and_then(|line| {
-            serde_json::from_slice::<Progress>(&line).map_err(|error| self.client.nonsense(error))
-        });
+        let progress = self.lines.next::<Progress>().await;
         self.ended = match &progress {
             Ok(progress) => progress.outcome.is_some(),
             Err(_) => true,
         };
         Some(progress)
+    }
+}
+
+/// The events of a host.
+pub struct Events {
+    lines: Lines,
+    ended: bool,
+}
+
+impl Events {
+    /// Returns the next event that this version knows, or `None` after an error. A stream of events
+    /// has no other end: when the agent stops, that is an error. Safe to cancel.
+    pub async fn next(&mut self) -> Option<Result<Event, ClientError>> {
+        while !self.ended {
+            let event = self.lines.next::<Event>().await;
+            self.ended = event.is_err();
+            if !matches!(&event, Ok(event) if event.what == What::Unknown) {
+                return Some(event);
+            }
+        }
+        None
+    }
+}
+
+/// An answer that is a stream of lines.
+struct Lines {
+    client: Client,
+    body: Incoming,
+    buffer: Vec<u8>,
+    /// What the lines are about, for errors.
+    content: &'static str,
+    line_bytes_max: usize,
+}
+
+impl Lines {
+    async fn next<T: DeserializeOwned>(&mut self) -> Result<T, ClientError> {
+        let line = self.line().await?;
+        serde_json::from_slice(&line).map_err(|error| self.client.nonsense(error))
     }
 
     async fn line(&mut self) -> Result<Vec<u8>, ClientError> {
@@ -510,13 +569,16 @@ impl Watch {
                 line.pop();
                 return Ok(line);
             }
-            if self.buffer.len() > WATCH_LINE_BYTES_MAX {
-                return Err(self.client.nonsense("a line of progress is too long"));
+            if self.buffer.len() > self.line_bytes_max {
+                return Err(self.client.nonsense("a line is too long"));
             }
             let frame = timeout(WATCH_WAIT, self.body.frame())
                 .await
                 .map_err(|_| self.client.silent(WATCH_WAIT))?
-                .ok_or_else(|| self.client.lost("it stopped telling of the migration"))?
+                .ok_or_else(|| {
+                    let what = format!("it stopped telling of {}", self.content);
+                    self.client.lost(what)
+                })?
                 .map_err(|error| self.client.lost(error))?;
             if let Ok(data) = frame.into_data() {
                 self.buffer.extend_from_slice(&data);

@@ -10,6 +10,7 @@ pub mod disks;
 mod doubt;
 pub mod encoding;
 pub mod error;
+pub mod event;
 pub mod guest;
 pub mod host;
 pub mod migration;
@@ -18,12 +19,13 @@ pub mod operation;
 pub mod plan;
 pub mod report;
 
-pub use client::{Client, ClientError, Watch};
+pub use client::{Client, ClientError, Events, Watch};
 pub use convergence::{Convergence, Outpaced, StopChoice, StopReason, StopRule, TooFast};
 pub use disks::{BaseChoice, DiskChoice};
 pub use doubt::{BECAUSE_CHARS_MAX, Doubt, HandoverRecord, OtherSide, Resolve, WayOut};
 pub use encoding::{CompressionChoice, DeltaCache, Encoding};
 pub use error::{ApiError, ErrorCode};
+pub use event::{Event, ReservedBy, What};
 pub use guest::{AttachGuest, Guest, GuestState, Guests, ReclaimGuest, StartGuest, StopGuest};
 pub use host::{
     Host, NotWritable, Probe, ProbeResult, Qemu, Scope, Trust, TrustedHost, TrustedHosts,
@@ -46,8 +48,10 @@ pub const REQUEST_BYTES_MAX: usize = 256 << 10;
 pub const ANSWER_BYTES_MAX: usize = 16 << 20;
 /// Maximum length of a line of a watched migration that a client reads, in bytes.
 pub const WATCH_LINE_BYTES_MAX: usize = 64 << 10;
-/// Interval at which an agent repeats the unchanged progress of a watched migration, in
-/// milliseconds.
+/// Maximum length of an event that a client reads, in bytes.
+pub const EVENT_LINE_BYTES_MAX: usize = 128 << 10;
+/// Interval at which an agent repeats the unchanged progress of a watched migration, and that a
+/// stream of events is current, in milliseconds.
 pub const WATCH_REPEAT_MS: u64 = 1000;
 /// Default socket of an agent.
 pub const SOCKET_DEFAULT: &str = "/run/longhaul/agent.sock";

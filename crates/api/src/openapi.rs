@@ -2,8 +2,8 @@
 
 use crate::operation::Operation;
 use crate::{
-    ApiError, AttachGuest, ErrorCode, Guest, Guests, Host, Limit, Migration, Migrations, Plan,
-    PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest, Report, Resolve, StartGuest,
+    ApiError, AttachGuest, ErrorCode, Event, Guest, Guests, Host, Limit, Migration, Migrations,
+    Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest, Report, Resolve, StartGuest,
     StartMigration, StopGuest, Trust, TrustedHost, TrustedHosts,
 };
 use schemars::generate::{SchemaGenerator, SchemaSettings};
@@ -149,6 +149,19 @@ fn describe(operation: Operation) -> Description {
         Operation::ReportMigration => {
             new("reportMigration", "What was predicted, and what was")
                 .gives::<Report>("The report; of a migration under way, so far.")
+        }
+        Operation::WatchEvents => {
+            let mut watch = new(
+                "watchEvents",
+                "Watch the migrations and reserved guests of this host",
+            )
+            .gives::<Event>(
+                "One JSON document a line: the present state at once, then every change, and once a \
+                 second that there was none. A client that reads too slowly gets the present state \
+                 again. It ends with the agent.",
+            );
+            watch.media_type = "application/x-ndjson";
+            watch
         }
         Operation::GetOpenapi => {
             let mut openapi = new("getOpenapi", "This document");

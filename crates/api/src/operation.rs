@@ -72,13 +72,15 @@ pub enum Operation {
     LimitMigration,
     /// Returns a migration's report.
     ReportMigration,
+    /// Watches the host: one line of JSON for each change of its migrations and reserved guests.
+    WatchEvents,
     /// Returns the OpenAPI description of this API.
     GetOpenapi,
 }
 
 impl Operation {
     /// All operations.
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 24] = [
         Self::GetHost,
         Self::ListHosts,
         Self::TrustHost,
@@ -101,6 +103,7 @@ impl Operation {
         Self::ResolveMigration,
         Self::LimitMigration,
         Self::ReportMigration,
+        Self::WatchEvents,
         Self::GetOpenapi,
     ];
 
@@ -161,6 +164,7 @@ impl Operation {
             Self::ResolveMigration => (Post, "/v1/migrations/{migration}/resolve"),
             Self::LimitMigration => (Put, "/v1/migrations/{migration}/limit"),
             Self::ReportMigration => (Get, "/v1/migrations/{migration}/report"),
+            Self::WatchEvents => (Get, "/v1/events"),
             Self::GetOpenapi => (Get, "/v1/openapi.json"),
         }
     }

@@ -2,7 +2,10 @@
 //! missing.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use longhaul_api::{ANSWER_BYTES_MAX, Client, ClientError, ErrorCode, WATCH_LINE_BYTES_MAX};
+use longhaul_api::{
+    ANSWER_BYTES_MAX, Client, ClientError, EVENT_LINE_BYTES_MAX, ErrorCode, WATCH_LINE_BYTES_MAX,
+    What,
+};
 use std::path::PathBuf;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixListener;
@@ -78,5 +81,29 @@ async fn a_watch_ends_at_nonsense_at_a_long_line_and_at_a_cut() {
         let error = watch.next().await.unwrap().unwrap_err();
         assert!(error.to_string().contains(expected), "{expected}: {error}");
         assert!(watch.next().await.is_none(), "it is over");
+    }
+}
+
+#[tokio::test]
+async fn events_end_at_nonsense_at_a_long_line_and_at_a_cut_and_unknown_ones_are_skipped() {
+    let later = "{\"sequence\":1,\"unix_ms\":1,\"event\":\"eclipse\"}\n";
+    let current = "{\"sequence\":2,\"unix_ms\":1,\"event\":\"current\"}\n";
+    let begin = format!("{later}{current}");
+    for (then, expected) in [
+        (b"{}\n".to_vec(), "makes no sense"),
+        (vec![b'x'; 2 * EVENT_LINE_BYTES_MAX], "too long"),
+        (b"{\"sequence\":3".to_vec(), "stopped telling of events"),
+        (Vec::new(), "stopped telling of events"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut answer = b"HTTP/1.1 200 x\r\nconnection: close\r\n\r\n".to_vec();
+        answer.extend_from_slice(begin.as_bytes());
+        answer.extend_from_slice(&then);
+        let mut events = agent(&folder, answer).events().await.unwrap();
+        let event = events.next().await.unwrap().unwrap();
+        assert_eq!((event.sequence, event.what), (2, What::Current {}));
+        let error = events.next().await.unwrap().unwrap_err();
+        assert!(error.to_string().contains(expected), "{expected}: {error}");
+        assert!(events.next().await.is_none(), "it is over");
     }
 }

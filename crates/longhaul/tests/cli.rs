@@ -203,6 +203,81 @@ fn an_agent_that_talks_nonsense_is_said_to() {
     check("nonsense", &["guests"], &output, folder.path());
 }
 
+/// Starts an agent that answers one request with these lines, and goes away.
+fn tell_once(folder: &std::path::Path, lines: String) {
+    let listener = std::os::unix::net::UnixListener::bind(folder.join("agent.sock")).unwrap();
+    std::thread::spawn(move || {
+        use std::io::{Read, Write};
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut buffer = [0; 4096];
+        assert!(stream.read(&mut buffer).unwrap() > 0);
+        let head = "HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n";
+        stream
+            .write_all((head.to_owned() + &lines).as_bytes())
+            .unwrap();
+    });
+}
+
+#[test]
+fn events_are_followed_until_the_agent_goes_away() {
+    let event = |sequence: u64, what: Value| {
+        let mut event = serde_json::json!({
+            "sequence": sequence,
+            "unix_ms": 1_800_000_000_000 + sequence,
+        });
+        let fields = what.as_object().unwrap().clone();
+        event.as_object_mut().unwrap().extend(fields);
+        event.to_string() + "\n"
+    };
+    let snapshot = event(
+        7,
+        serde_json::json!({ "event": "snapshot", "lagged": false }),
+    );
+    let current = |sequence| event(sequence, serde_json::json!({ "event": "current" }));
+    let reserved = serde_json::json!({
+        "event": "guest_reserved", "guest": "web-7", "by": "agent", "migration": null,
+    });
+    let released = serde_json::json!({ "event": "guest_released", "guest": "web-7" });
+    let lines = [
+        snapshot,
+        current(7),
+        event(8, reserved),
+        event(9, released),
+        current(9),
+        current(9),
+    ];
+    for (name, arguments) in [
+        ("events", &["events"][..]),
+        ("events_json", &["events", "--json"]),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        tell_once(folder.path(), lines.concat());
+        let output = longhaul(&folder.path().join("agent.sock"), arguments);
+        check(name, arguments, &output, folder.path());
+    }
+}
+
+#[test]
+fn ctrl_c_ends_the_following_of_events() {
+    use std::io::BufRead;
+    let agent = Agent::start();
+    let mut child = common::command(&agent.socket())
+        .args(["events", "--json"])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = std::io::BufReader::new(child.stdout.take().unwrap()).lines();
+    let events = lines.map(|line| {
+        let event: Value = serde_json::from_str(&line.unwrap()).unwrap();
+        event["event"].as_str().unwrap().to_owned()
+    });
+    let state: Vec<_> = events.take(2).collect();
+    assert_eq!(state, ["snapshot", "current"]);
+    let pid = nix::unistd::Pid::from_raw(child.id().try_into().unwrap());
+    nix::sys::signal::kill(pid, Signal::SIGINT).unwrap();
+    assert_eq!(wait(&mut child).code(), Some(130));
+}
+
 #[test]
 fn an_agent_stops_when_told_and_starts_after_a_crash_as_the_same() {
     let mut agent = Agent::start();

@@ -69,11 +69,9 @@ use tokio::task::JoinHandle;
 
 pub use crate::disks::lazy_base_images::of_guest as coming_bases;
 pub use crate::host::right::{Holder, Right};
+pub use crate::status::changes::Events;
 pub use crate::status::failure::{UNCHANGED, attach as attach_failure};
 pub use crate::status::registry::Reservation;
-
-/// Interval at which a stopping agent checks whether its migrations have ended.
-const SHUT_DOWN_STEP: Duration = Duration::from_millis(20);
 
 /// The migrations of this host, and the durable rights to run its guests.
 pub struct Manager {
@@ -184,8 +182,12 @@ impl Manager {
     /// the connections. Guests keep running.
     pub async fn shut_down(&self) {
         self.accepting.abort();
+        let registry = &self.context.registry;
+        let Some(mut changes) = registry.events() else {
+            return;
+        };
         let under_way = || {
-            let entries = self.context.registry.list().into_iter();
+            let entries = registry.list().into_iter();
             // A drain may take hours. The next agent continues it.
             let ends = |entry: &Arc<_>| {
                 let entry: &status::migration::Entry = entry;
@@ -196,10 +198,9 @@ impl Manager {
         for entry in under_way() {
             entry.cancel("the agent was stopped");
         }
-        while !under_way().is_empty() {
-            tokio::time::sleep(SHUT_DOWN_STEP).await;
-        }
+        while !under_way().is_empty() && changes.next().await.is_some() {}
         self.context.retained_qemus.make_way().await;
+        registry.end_events();
         self.context.endpoint.close("the agent was stopped").await;
     }
 
@@ -319,6 +320,15 @@ impl Manager {
     /// migration that has ended yields only that update.
     pub async fn watch(&self, id: MigrationId) -> Result<watch::Receiver<Progress>, ApiError> {
         Ok(self.context.registry.get(id)?.watch())
+    }
+
+    /// Returns the open migrations and the reserved guests of this host, and then their changes,
+    /// until the agent stops.
+    pub fn events(&self) -> Result<Events, ApiError> {
+        self.context
+            .registry
+            .events()
+            .ok_or_else(|| ApiError::new(ErrorCode::Unavailable, "the agent is stopping"))
     }
 
     /// Measures the link to a trusted host.

@@ -1,18 +1,18 @@
-//! Serves the REST API: routes, limits, and the streams of watched migrations.
+//! Serves the REST API: routes and limits.
 
 use crate::agent::guests::Guests;
 use crate::agent::hosts::Hosts;
+use crate::agent::streams;
 use axum::Router;
-use axum::body::{Body, Bytes, HttpBody};
+use axum::body::{Bytes, HttpBody};
 use axum::extract::rejection::RawPathParamsRejection;
 use axum::extract::{DefaultBodyLimit, FromRequest, RawPathParams, Request, State};
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, on};
-use futures_util::stream;
 use longhaul_api::{
-    ApiError, ErrorCode, Limit, Method, Migrations, Operation, PlanRequest, Probe, Progress,
-    REQUEST_BYTES_MAX, Resolve, StartMigration, StopGuest, WATCH_REPEAT_MS,
+    ApiError, ErrorCode, Limit, Method, Migrations, Operation, PlanRequest, Probe,
+    REQUEST_BYTES_MAX, Resolve, StartMigration, StopGuest,
 };
 use longhaul_migration::Manager;
 use longhaul_migration::host::config::BANDWIDTH_BPS;
@@ -22,13 +22,10 @@ use serde::de::DeserializeOwned;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use tokio::time::timeout;
 
 /// The time limit for a request's body.
 const BODY_WAIT: Duration = Duration::from_secs(20);
-/// The minimum interval between two lines of a watched migration.
-const WATCH_PAUSE: Duration = Duration::from_millis(100);
 const PROBE_SECONDS: RangeInclusive<u64> = 1..=60;
 const DOWNTIME_MS: RangeInclusive<u64> = 1..=600_000;
 const PATIENCE_MS: RangeInclusive<u64> = 100..=86_400_000;
@@ -236,7 +233,7 @@ async fn perform(
         Operation::GetMigration => ok(&manager.get(resolve(manager, value).await?).await?),
         Operation::WatchMigration => {
             let id = resolve(manager, value).await?;
-            watch_response(manager.watch(id).await?)
+            streams::watch(manager.watch(id).await?)
         }
         Operation::CancelMigration => {
             let id = resolve(manager, value).await?;
@@ -256,6 +253,7 @@ async fn perform(
             ok(&manager.limit(resolve(manager, value).await?, limit).await?)
         }
         Operation::ReportMigration => ok(&manager.report(resolve(manager, value).await?).await?),
+        Operation::WatchEvents => streams::events(manager.events()?),
         Operation::GetOpenapi => ok(&longhaul_api::openapi()),
     })
 }
@@ -337,53 +335,6 @@ fn unique_prefix(prefix: &str, ids: impl Iterator<Item = String>) -> Result<Stri
     }
 }
 
-struct Watched {
-    progress: watch::Receiver<Progress>,
-    /// The earliest time of the next line.
-    not_before: Instant,
-    first: bool,
-    ended: bool,
-}
-
-fn watch_response(progress: watch::Receiver<Progress>) -> Response {
-    let watched = Watched {
-        progress,
-        not_before: Instant::now(),
-        first: true,
-        ended: false,
-    };
-    let lines = stream::unfold(watched, |mut watched| async move {
-        let line = watched.next().await?;
-        Some((Ok::<_, serde_json::Error>(line), watched))
-    });
-    let kind = HeaderValue::from_static("application/x-ndjson");
-    ([(header::CONTENT_TYPE, kind)], Body::from_stream(lines)).into_response()
-}
-
-impl Watched {
-    async fn next(&mut self) -> Option<Bytes> {
-        if self.ended {
-            return None;
-        }
-        if !self.first {
-            sleep_until(self.not_before).await;
-            let repeat = Duration::from_millis(WATCH_REPEAT_MS);
-            let repeat_at = self.not_before - WATCH_PAUSE + repeat;
-            if let Ok(Err(_)) = timeout_at(repeat_at, self.progress.changed()).await {
-                // The agent stops: the last progress may still have the outcome.
-                self.ended = true;
-            }
-        }
-        self.first = false;
-        self.not_before = Instant::now() + WATCH_PAUSE;
-        let progress = self.progress.borrow_and_update().clone();
-        self.ended |= progress.outcome.is_some();
-        let mut line = serde_json::to_vec(&progress).ok()?;
-        line.push(b'\n');
-        Some(Bytes::from(line))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -401,58 +352,6 @@ mod tests {
         assert_eq!(code("7f"), ErrorCode::MigrationAmbiguous);
         assert_eq!(code(""), ErrorCode::MigrationAmbiguous);
         assert_eq!(code("b"), ErrorCode::MigrationUnknown);
-    }
-
-    #[tokio::test]
-    async fn a_watch_ends_with_the_outcome_or_with_the_agent() {
-        let progress = |elapsed_ms, outcome| Progress {
-            id: "00".to_owned(),
-            elapsed_ms,
-            phase: longhaul_api::Phase::Precopy,
-            pass: None,
-            regions: Vec::new(),
-            link: longhaul_api::LinkProgress {
-                rate_bps: None,
-                rtt_ms: None,
-                sent_bytes: 0,
-                guest_bytes: None,
-                limit_bps: None,
-                interrupted_ms: None,
-            },
-            dirty_rate_bytes_per_s: None,
-            predicted_downtime_ms: None,
-            outpaced: None,
-            awaits_bases: false,
-            trouble: None,
-            remaining_ms: None,
-            outcome,
-            reason: None,
-        };
-        let read = async |end: fn(watch::Sender<Progress>, Progress)| {
-            let (sender, receiver) = watch::channel(progress(1, None));
-            let body = watch_response(receiver).into_body();
-            let last = progress(2, Some(longhaul_api::Outcome::Completed));
-            end(sender, last);
-            let bytes = axum::body::to_bytes(body, usize::MAX).await.unwrap();
-            let lines = bytes
-                .split(|byte| *byte == b'\n')
-                .filter(|line| !line.is_empty());
-            let times = lines.map(|line| {
-                let progress: Progress = serde_json::from_slice(line).unwrap();
-                progress.elapsed_ms
-            });
-            times.collect::<Vec<_>>()
-        };
-        let completed = read(|sender, last| {
-            tokio::spawn(async move {
-                tokio::time::sleep(Duration::from_millis(20)).await;
-                sender.send_replace(last);
-                tokio::time::sleep(Duration::from_secs(60)).await;
-            });
-        });
-        assert_eq!(completed.await, [1, 2]);
-        let gone = read(|sender, _| drop(sender)).await;
-        assert_eq!(gone, [1, 1], "without an outcome");
     }
 
     #[test]

@@ -7,6 +7,7 @@ mod guests;
 mod hosts;
 mod http;
 mod serve;
+mod streams;
 mod tls;
 
 use crate::agent::guests::Guests;

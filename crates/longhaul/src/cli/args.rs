@@ -70,6 +70,8 @@ pub(crate) enum Command {
     Report(ReportArgs),
     /// List the moves from and to this host
     Migrations,
+    /// Follow the moves from and to this host, and its reserved guests, until Ctrl-C
+    Events,
     /// Import, list, verify and remove base images; needs no agent
     Image(ImageArgs),
     /// Read the journals of the moves from and to this host; needs no agent

@@ -4,6 +4,7 @@ mod args;
 mod connect;
 mod doctor;
 mod error;
+mod events;
 mod front;
 mod group;
 mod image;
@@ -109,6 +110,7 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
         Command::Resolve(args) => return resolve::resolve(&client()?, output, args).await,
         Command::Limit(args) => limit(&client()?, output, args).await?,
         Command::Report(args) => report(&client()?, output, args).await?,
+        Command::Events => return events::follow(&client()?, output).await,
         Command::Migrations => {
             let list = client()?.migrations().await?;
             show(output, &list, || {

@@ -161,7 +161,7 @@ pub fn configure(folder: &Path, more: &str) {
     std::fs::write(folder.join("agent.toml"), configuration(folder, more)).unwrap();
 }
 
-fn configuration(folder: &Path, more: &str) -> String {
+pub fn configuration(folder: &Path, more: &str) -> String {
     format!(
         "name = \"lyon-1\"\nstate = {:?}\nlisten = \"127.0.0.1:0\"\n{more}\n\
          api.socket = {:?}\n\

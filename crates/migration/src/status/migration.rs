@@ -1,12 +1,14 @@
 //! One migration as operators see it: phase, progress, report, and requests to it.
 
+use crate::status::changes::{Notable, NotableDoubt};
 use crate::status::in_doubt::Standing;
+use crate::status::registry::Shared;
 use longhaul_api::{
     ApiError, Asked, BytesByKind, Cost, DowntimeParts, HandoverRecord, LinkProgress, Migration,
     Outcome, Phase, PhaseTime, Progress, Report, Resolve, Side, Strategy,
 };
 use longhaul_protocol::{Generation, MigrationId};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
@@ -31,6 +33,8 @@ pub(crate) struct Entry {
     cancel: watch::Sender<Option<String>>,
     limit: watch::Sender<Option<u64>>,
     resolve: watch::Sender<Option<Resolve>>,
+    /// The registry that tells of its changes, once it is in one.
+    listed: OnceLock<Weak<Shared>>,
 }
 
 #[derive(Debug)]
@@ -131,6 +135,7 @@ impl Entry {
             cancel: watch::Sender::new(None),
             limit: watch::Sender::new(facts.asked.bandwidth_bps),
             resolve: watch::Sender::new(None),
+            listed: OnceLock::new(),
         }
     }
 
@@ -168,6 +173,30 @@ impl Entry {
         self.id
     }
 
+    /// Notes the registry that it is added to. The first one counts.
+    pub(crate) fn listed_in(&self, registry: Weak<Shared>) {
+        self.listed.get_or_init(|| registry);
+    }
+
+    /// Has the registry tell of what changed. Callers hold no lock.
+    fn changed(&self) {
+        if let Some(registry) = self.listed.get().and_then(Weak::upgrade) {
+            registry.changed(self);
+        }
+    }
+
+    /// Returns the part of it whose changes are told.
+    pub(crate) fn notable(&self) -> Notable {
+        let state = self.lock();
+        let doubt = state.standing.as_ref().map(|standing| NotableDoubt {
+            record: standing.record,
+            generation: standing.generation,
+            other_record: standing.other_record,
+            silent: standing.asked.as_ref().map(|(_, why)| why.clone()),
+        });
+        Notable::of(&state.migration, doubt, &self.progress.borrow())
+    }
+
     /// Returns the time since it began.
     pub(crate) fn elapsed(&self) -> Duration {
         self.started.elapsed()
@@ -199,6 +228,7 @@ impl Entry {
                 change(progress);
             }
         });
+        self.changed();
     }
 
     /// Changes its report.
@@ -236,6 +266,7 @@ impl Entry {
             progress.outcome = Some(outcome);
             progress.reason = reason;
         });
+        self.changed();
     }
 
     /// Clears the outcome "in doubt": the migration continues.
@@ -250,6 +281,7 @@ impl Entry {
         self.progress.send_modify(|progress| {
             (progress.outcome, progress.reason) = (None, None);
         });
+        self.changed();
     }
 
     /// Returns its outcome, if it has one.
@@ -317,6 +349,8 @@ impl Entry {
             asked: None,
         });
         standing.record = record;
+        drop(state);
+        self.changed();
     }
 
     /// Notes an answer of the other side while in doubt, with the record that it reported, if any.
@@ -327,6 +361,7 @@ impl Entry {
             standing.heard_unix_ms = Some(now);
             standing.asked = Some((now, None));
         }
+        self.changed();
     }
 
     /// Notes that the other side was asked while in doubt and did not answer.
@@ -334,11 +369,13 @@ impl Entry {
         if let Some(standing) = &mut self.lock().standing {
             standing.asked = Some((unix_ms(), Some(why.to_owned())));
         }
+        self.changed();
     }
 
     /// Ends the doubt.
     pub(crate) fn certain(&self) {
         self.lock().standing = None;
+        self.changed();
     }
 
     /// Passes on an operator's decision about which side runs the guest.
@@ -369,7 +406,8 @@ impl State {
     }
 }
 
-fn unix_ms() -> u64 {
+/// Returns the time, in milliseconds since 1970.
+pub(crate) fn unix_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map(|since| since.as_millis() as u64).unwrap_or(0)
 }

@@ -1,6 +1,7 @@
 //! The status of migrations: progress, outcomes, reports and failures.
 
 pub(crate) mod archive;
+pub(crate) mod changes;
 pub(crate) mod failure;
 pub(crate) mod guest_clock;
 pub(crate) mod held;

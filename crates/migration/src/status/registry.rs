@@ -1,11 +1,13 @@
-//! The migrations of this host, and the guests that they reserve.
+//! The migrations of this host, and the guests that they reserve. Tells subscribers of changes.
 
+use crate::host::lock::lock;
+use crate::status::changes::{Changes, Events, Notable, Subscription};
 use crate::status::held::HeldGuests;
 use crate::status::migration::Entry;
-use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Side};
+use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, ReservedBy, Side, What};
 use longhaul_protocol::MigrationId;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Limit on the number of ended migrations in the list.
 const ENDED_MAX: usize = 500;
@@ -13,10 +15,30 @@ const ENDED_MAX: usize = 500;
 /// The known migrations of this host, and the reserved guests.
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
-    entries: Mutex<BTreeMap<MigrationId, Arc<Entry>>>,
-    taken: Arc<Mutex<HashMap<String, Taken>>>,
+    shared: Arc<Shared>,
     /// The guests that cannot be reserved.
     pub(crate) held: HeldGuests,
+}
+
+/// The part of the registry that migrations and reservations know.
+#[derive(Debug, Default)]
+pub(crate) struct Shared(Mutex<Known>);
+
+/// Changes are told with this locked, so that they are told in their order, and a present state has
+/// all changes up to its number. No migration's own lock is held by those who lock it.
+#[derive(Debug, Default)]
+struct Known {
+    listed: BTreeMap<MigrationId, Listed>,
+    taken: HashMap<String, Taken>,
+    changes: Changes,
+}
+
+#[derive(Debug)]
+struct Listed {
+    entry: Arc<Entry>,
+    /// The state that subscribers know, and the number of its change.
+    told: Notable,
+    sequence: u64,
 }
 
 /// What has reserved a guest.
@@ -30,49 +52,146 @@ pub(crate) enum Taken {
     RetainedQemu,
 }
 
+impl Taken {
+    fn event(self, guest: &str) -> What {
+        let (by, migration) = match self {
+            Self::Locally => (ReservedBy::Agent, None),
+            Self::Moving(id, _) => (ReservedBy::Migration, Some(id.to_string())),
+            Self::RetainedQemu => (ReservedBy::MemoryCache, None),
+        };
+        What::GuestReserved {
+            guest: guest.to_owned(),
+            by,
+            migration,
+        }
+    }
+}
+
 /// Reserves a guest until it is dropped.
 #[derive(Debug)]
 pub struct Reservation {
-    taken: Arc<Mutex<HashMap<String, Taken>>>,
+    shared: Arc<Shared>,
     guest: String,
 }
 
 impl Reservation {
     /// Changes what has reserved the guest.
     pub(crate) fn now(&self, what: Taken) {
-        lock(&self.taken).insert(self.guest.clone(), what);
+        lock(&self.shared.0).take(&self.guest, what);
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        lock(&self.taken).remove(&self.guest);
+        let mut known = lock(&self.shared.0);
+        known.taken.remove(&self.guest);
+        known.changes.tell(|| What::GuestReleased {
+            guest: self.guest.clone(),
+        });
     }
+}
+
+impl Known {
+    fn take(&mut self, guest: &str, what: Taken) {
+        let before = self.taken.insert(guest.to_owned(), what);
+        if before != Some(what) {
+            self.changes.tell(|| what.event(guest));
+        }
+    }
+
+    /// Removes the oldest ended migration if there are too many.
+    fn remove_excess(&mut self) {
+        let ended = || {
+            self.listed
+                .values()
+                .filter(|listed| !is_open(&listed.entry))
+        };
+        if ended().count() <= ENDED_MAX {
+            return;
+        }
+        let oldest = ended().min_by_key(|listed| listed.entry.report().started_unix_ms);
+        if let Some(id) = oldest.map(|listed| listed.entry.id()) {
+            self.listed.remove(&id);
+            self.changes
+                .tell(|| What::MigrationRemoved { id: id.to_string() });
+        }
+    }
+}
+
+impl Shared {
+    /// Tells subscribers of a migration if they do not know its state.
+    pub(crate) fn changed(&self, entry: &Entry) {
+        let mut known = lock(&self.0);
+        let Known {
+            listed, changes, ..
+        } = &mut *known;
+        let Some(listed) = listed.get_mut(&entry.id()) else {
+            return;
+        };
+        // A later attempt of the migration may have taken its place.
+        let told = entry.notable();
+        if std::ptr::eq(&*listed.entry, entry) && listed.told != told {
+            listed.told = told;
+            listed.sequence = changes.tell(|| event_of(entry));
+        }
+    }
+
+    /// Subscribes to changes. For a subscriber that lagged after an event, the present state also
+    /// has the migrations that ended since. Returns `None` after the end.
+    pub(crate) fn subscribe(&self, after: Option<u64>) -> Option<Subscription> {
+        let known = lock(&self.0);
+        let lagged = after.is_some();
+        let mut events = vec![What::Snapshot { lagged }];
+        let mut taken: Vec<_> = known.taken.iter().collect();
+        taken.sort_by_key(|(guest, _)| *guest);
+        events.extend(taken.into_iter().map(|(guest, what)| what.event(guest)));
+        let unseen = |listed: &&Listed| after.is_some_and(|after| listed.sequence > after);
+        let shown = known.listed.values();
+        let shown = shown.filter(|listed| is_open(&listed.entry) || unseen(listed));
+        events.extend(shown.map(|listed| event_of(&listed.entry)));
+        events.push(What::Current {});
+        known.changes.subscribe(events)
+    }
+}
+
+fn event_of(entry: &Entry) -> What {
+    What::Migration {
+        migration: Box::new(entry.migration()),
+    }
+}
+
+fn is_open(entry: &Entry) -> bool {
+    matches!(entry.outcome(), None | Some(Outcome::InDoubt))
 }
 
 impl Registry {
     /// Adds a migration.
     pub(crate) fn add(&self, entry: Arc<Entry>) {
-        let mut entries = lock(&self.entries);
-        entries.insert(entry.id(), entry);
-        let ended = |entry: &Entry| {
-            entry
-                .outcome()
-                .is_some_and(|outcome| outcome != Outcome::InDoubt)
+        let mut known = lock(&self.shared.0);
+        entry.listed_in(Arc::downgrade(&self.shared));
+        let sequence = known.changes.tell(|| event_of(&entry));
+        let listed = Listed {
+            told: entry.notable(),
+            sequence,
+            entry: entry.clone(),
         };
-        if entries.values().filter(|entry| ended(entry)).count() > ENDED_MAX {
-            let oldest = entries.values().filter(|entry| ended(entry));
-            let oldest = oldest.min_by_key(|entry| entry.report().started_unix_ms);
-            if let Some(id) = oldest.map(|entry| entry.id()) {
-                entries.remove(&id);
-            }
-        }
+        known.listed.insert(entry.id(), listed);
+        known.remove_excess();
+    }
+
+    /// Subscribes to changes. Returns `None` after the end of events.
+    pub(crate) fn events(&self) -> Option<Events> {
+        Events::of(self.shared.clone())
+    }
+
+    /// Ends all subscriptions.
+    pub(crate) fn end_events(&self) {
+        lock(&self.shared.0).changes.end();
     }
 
     /// Returns a migration by its id.
     pub(crate) fn get(&self, id: MigrationId) -> Result<Arc<Entry>, ApiError> {
-        let found = lock(&self.entries).get(&id).cloned();
-        found.ok_or_else(|| {
+        self.find(id).ok_or_else(|| {
             ApiError::new(
                 ErrorCode::MigrationUnknown,
                 format!("there is no migration {id} here"),
@@ -81,9 +200,17 @@ impl Registry {
         })
     }
 
+    fn find(&self, id: MigrationId) -> Option<Arc<Entry>> {
+        let known = lock(&self.shared.0);
+        known.listed.get(&id).map(|listed| listed.entry.clone())
+    }
+
     /// Returns all migrations, newest first.
     pub(crate) fn list(&self) -> Vec<Arc<Entry>> {
-        let mut list: Vec<_> = lock(&self.entries).values().cloned().collect();
+        let known = lock(&self.shared.0);
+        let entries = known.listed.values().map(|listed| listed.entry.clone());
+        let mut list: Vec<_> = entries.collect();
+        drop(known);
         list.sort_by_key(|entry| std::cmp::Reverse(entry.report().started_unix_ms));
         list
     }
@@ -93,14 +220,14 @@ impl Registry {
         if let Some(why) = self.held.why(guest) {
             return Err(why);
         }
-        let mut taken = lock(&self.taken);
-        if let Some(holder) = taken.get(guest).copied() {
-            drop(taken);
+        let mut known = lock(&self.shared.0);
+        if let Some(holder) = known.taken.get(guest).copied() {
+            drop(known);
             return Err(self.busy(guest, holder));
         }
-        taken.insert(guest.to_owned(), what);
+        known.take(guest, what);
         Ok(Reservation {
-            taken: self.taken.clone(),
+            shared: self.shared.clone(),
             guest: guest.to_owned(),
         })
     }
@@ -134,39 +261,48 @@ impl Registry {
 
     /// Returns whether the guest has been handed over and its migration has not ended yet.
     fn is_finishing(&self, id: MigrationId) -> bool {
-        let entry = lock(&self.entries).get(&id).cloned();
-        entry.is_some_and(|entry| entry.phase() == Phase::Finishing)
+        self.find(id)
+            .is_some_and(|entry| entry.phase() == Phase::Finishing)
     }
 
     /// Returns what has reserved a guest.
     pub(crate) fn taken(&self, guest: &str) -> Option<Taken> {
-        lock(&self.taken).get(guest).copied()
+        lock(&self.shared.0).taken.get(guest).copied()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::status::migration::Facts;
-    use longhaul_api::Asked;
+    use longhaul_api::{Asked, Event, HandoverRecord};
+    use longhaul_protocol::Generation;
+
+    const ID: MigrationId = MigrationId([1; 8]);
+
+    fn entry(id: MigrationId, side: Side) -> Arc<Entry> {
+        Arc::new(Entry::new(Facts {
+            id,
+            guest: "web".to_owned(),
+            side,
+            source: "lyon".to_owned(),
+            destination: "paris".to_owned(),
+            asked: Asked::default(),
+        }))
+    }
 
     #[test]
     fn a_guest_is_taken_once_and_given_back() {
         let registry = Registry::default();
-        let id = MigrationId([1; 8]);
         let first = registry
-            .take("web", Taken::Moving(id, Side::Source))
+            .take("web", Taken::Moving(ID, Side::Source))
             .unwrap();
         let refused = registry.take("web", Taken::Locally).unwrap_err();
         assert_eq!(refused.code, ErrorCode::GuestBusy);
         assert!(
             refused
                 .hint
-                .is_some_and(|hint| hint.contains(&id.to_string()))
+                .is_some_and(|hint| hint.contains(&ID.to_string()))
         );
         drop(first);
         assert!(registry.take("web", Taken::Locally).is_ok());
@@ -175,18 +311,10 @@ mod tests {
     #[test]
     fn what_is_still_fetched_is_not_said_to_be_cancelled() {
         let registry = Registry::default();
-        let id = MigrationId([1; 8]);
-        let entry = Arc::new(Entry::new(Facts {
-            id,
-            guest: "web".to_owned(),
-            side: Side::Destination,
-            source: "lyon".to_owned(),
-            destination: "paris".to_owned(),
-            asked: Asked::default(),
-        }));
+        let entry = entry(ID, Side::Destination);
         registry.add(entry.clone());
         let _moving = registry
-            .take("web", Taken::Moving(id, Side::Destination))
+            .take("web", Taken::Moving(ID, Side::Destination))
             .unwrap();
         let hint = || {
             let refused = registry.take("web", Taken::Locally).unwrap_err();
@@ -196,5 +324,190 @@ mod tests {
         entry.enter(Phase::Finishing);
         assert!(hint().contains("cannot be cancelled"), "{}", hint());
         assert!(!hint().contains("longhaul cancel"), "{}", hint());
+    }
+
+    /// Returns the events that there are, in words.
+    fn told(events: &mut Events) -> Vec<String> {
+        std::iter::from_fn(|| next(events))
+            .map(|event| words(&event))
+            .collect()
+    }
+
+    fn next(events: &mut Events) -> Option<Arc<Event>> {
+        let mut next = std::pin::pin!(events.next());
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        match next.as_mut().poll(&mut context) {
+            std::task::Poll::Ready(event) => event,
+            std::task::Poll::Pending => None,
+        }
+    }
+
+    fn words(event: &Event) -> String {
+        let Event { sequence, what, .. } = event;
+        match what {
+            What::Snapshot { lagged: false } => format!("{sequence} snapshot"),
+            What::Snapshot { lagged: true } => format!("{sequence} lagged"),
+            What::Current {} => format!("{sequence} current"),
+            What::Migration { migration } => {
+                let doubt = migration.doubt.as_ref().map(|doubt| doubt.reachable);
+                let (phase, outcome) = (migration.phase, migration.outcome);
+                let first = &migration.id[..2];
+                match (outcome, doubt) {
+                    (None, None) => format!("{sequence} {first} {phase}"),
+                    other => format!("{sequence} {first} {phase} {other:?}"),
+                }
+            }
+            What::MigrationRemoved { id } => format!("{sequence} {} removed", &id[..2]),
+            What::GuestReserved { guest, by, .. } => format!("{sequence} {guest} {by:?}"),
+            What::GuestReleased { guest } => format!("{sequence} {guest} released"),
+            What::Unknown => unreachable!("the registry tells nothing unknown"),
+        }
+    }
+
+    #[test]
+    fn changes_follow_the_present_state_in_their_order() {
+        let registry = Registry::default();
+        let before = registry.take("db", Taken::Locally).unwrap();
+        let entry = entry(ID, Side::Source);
+        registry.add(entry.clone());
+        let mut events = registry.events().unwrap();
+        let mut other = registry.events().unwrap();
+        let moving = registry
+            .take("web", Taken::Moving(ID, Side::Source))
+            .unwrap();
+        drop(before);
+        entry.enter(Phase::Precopy);
+        moving.now(Taken::RetainedQemu);
+        entry.end(Outcome::Completed, None);
+        drop(moving);
+        let expected = [
+            "2 snapshot",
+            "2 db Agent",
+            "2 01 preparing",
+            "2 current",
+            "3 web Migration",
+            "4 db released",
+            "5 01 precopy",
+            "6 web MemoryCache",
+            "7 01 precopy (Some(Completed), None)",
+            "8 web released",
+        ];
+        assert_eq!(told(&mut events), expected);
+        assert_eq!(told(&mut other), expected, "every subscriber");
+        assert_eq!(words(&events.current()), "8 current");
+        let mut late = registry.events().unwrap();
+        assert_eq!(told(&mut late), ["8 snapshot", "8 current"]);
+        registry.end_events();
+        assert!(next(&mut late).is_none());
+        assert!(registry.events().is_none());
+    }
+
+    #[test]
+    fn a_sample_of_the_progress_is_no_change_and_what_it_shows_is() {
+        let registry = Registry::default();
+        let entry = entry(ID, Side::Source);
+        registry.add(entry.clone());
+        let mut events = registry.events().unwrap();
+        assert_eq!(told(&mut events).len(), 3);
+        for sent in 0..100 {
+            entry.progress(|progress| progress.link.sent_bytes = sent);
+        }
+        entry.limit(Some(1_000_000));
+        entry.report_with(|report| report.passes = Some(1));
+        assert_eq!(told(&mut events), [""; 0]);
+        for ms in [Some(10), Some(20), None] {
+            entry.progress(|progress| progress.link.interrupted_ms = ms);
+        }
+        entry.progress(|progress| progress.trouble = Some("no answer".to_owned()));
+        assert_eq!(told(&mut events).len(), 3);
+    }
+
+    #[test]
+    fn a_doubt_is_a_change_and_when_the_other_was_asked_is_none() {
+        let registry = Registry::default();
+        let entry = entry(ID, Side::Source);
+        entry.enter(Phase::HandingOver);
+        registry.add(entry.clone());
+        let mut events = registry.events().unwrap();
+        assert_eq!(told(&mut events).len(), 3);
+        entry.in_doubt(HandoverRecord::Released, Generation(7));
+        entry.end(Outcome::InDoubt, None);
+        entry.in_doubt(HandoverRecord::Released, Generation(7));
+        entry.silent("no route");
+        entry.silent("no route");
+        entry.heard(None);
+        entry.certain();
+        entry.goes_on();
+        assert_eq!(
+            told(&mut events),
+            [
+                "2 01 handing_over (None, Some(None))",
+                "3 01 handing_over (Some(InDoubt), Some(None))",
+                "4 01 handing_over (Some(InDoubt), Some(Some(false)))",
+                "5 01 handing_over (Some(InDoubt), Some(Some(true)))",
+                "6 01 handing_over (Some(InDoubt), None)",
+                "7 01 handing_over",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_slow_subscriber_is_told_and_gets_the_present_state() {
+        let registry = Registry::default();
+        let [ended, open] = [1, 2].map(|id| entry(MigrationId([id; 8]), Side::Source));
+        registry.add(ended.clone());
+        registry.add(open);
+        let mut events = registry.events().unwrap();
+        assert_eq!(told(&mut events).len(), 4);
+        ended.end(Outcome::Failed, None);
+        for _ in 0..1000 {
+            drop(registry.take("web", Taken::Locally).unwrap());
+        }
+        let held = registry.take("web", Taken::Locally).unwrap();
+        assert_eq!(
+            told(&mut events),
+            [
+                "2004 lagged",
+                "2004 web Agent",
+                "2004 01 preparing (Some(Failed), None)",
+                "2004 02 preparing",
+                "2004 current",
+            ]
+        );
+        drop(held);
+        assert_eq!(told(&mut events), ["2005 web released"], "no change twice");
+    }
+
+    #[test]
+    fn a_later_attempt_takes_the_place_of_an_earlier_one() {
+        let registry = Registry::default();
+        let [first, second] = [entry(ID, Side::Destination), entry(ID, Side::Destination)];
+        registry.add(first.clone());
+        registry.add(second.clone());
+        let mut events = registry.events().unwrap();
+        assert_eq!(told(&mut events).len(), 3);
+        first.end(Outcome::Failed, None);
+        second.enter(Phase::Precopy);
+        assert_eq!(told(&mut events), ["3 01 precopy"]);
+    }
+
+    #[test]
+    fn the_oldest_of_too_many_is_removed() {
+        let registry = Registry::default();
+        let mut events = registry.events().unwrap();
+        for number in 0..=u16::try_from(ENDED_MAX).unwrap() {
+            let [high, low] = number.to_be_bytes();
+            let entry = entry(MigrationId([high, low, 0, 0, 0, 0, 0, 0]), Side::Source);
+            entry.end(Outcome::Completed, None);
+            registry.add(entry);
+        }
+        assert_eq!(registry.list().len(), ENDED_MAX);
+        assert_eq!(told(&mut events)[0], "0 snapshot");
+        let last = entry(MigrationId([0xff; 8]), Side::Source);
+        last.end(Outcome::Completed, None);
+        registry.add(last);
+        let told = told(&mut events);
+        assert!(told[1].ends_with("removed"), "{told:?}");
+        assert!(told[0].contains("ff preparing"), "{told:?}");
     }
 }

@@ -184,15 +184,7 @@ pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64, width: usiz
         "id", "guest", "from", "to", "state", "began", "took",
     ])];
     for migration in migrations {
-        let (tone, state) = match migration.outcome {
-            _ if lost(migration) => (Tone::Bad, "disconnected"),
-            _ if migration.doubt.is_some() => (Tone::Bad, "in doubt"),
-            None => (Tone::Good, figure::phase(migration.phase)),
-            Some(Outcome::Completed) => (Tone::Plain, "completed"),
-            Some(Outcome::Aborted) => (Tone::Plain, "stopped"),
-            Some(Outcome::Failed) => (Tone::Bad, "failed"),
-            Some(Outcome::InDoubt) => (Tone::Bad, "in doubt"),
-        };
+        let (tone, state) = state(migration);
         let here = |side, name: &str| {
             let name = name.to_owned();
             if migration.side == side {
@@ -228,6 +220,19 @@ pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64, width: usiz
         }
     }
     lines
+}
+
+/// Returns a migration's state in words.
+pub(crate) fn state(migration: &Migration) -> (Tone, &'static str) {
+    match migration.outcome {
+        _ if lost(migration) => (Tone::Bad, "disconnected"),
+        _ if migration.doubt.is_some() => (Tone::Bad, "in doubt"),
+        None => (Tone::Good, figure::phase(migration.phase)),
+        Some(Outcome::Completed) => (Tone::Plain, "completed"),
+        Some(Outcome::Aborted) => (Tone::Plain, "stopped"),
+        Some(Outcome::Failed) => (Tone::Bad, "failed"),
+        Some(Outcome::InDoubt) => (Tone::Bad, "in doubt"),
+    }
 }
 
 /// Returns whether the guest runs at the destination, and the agents have lost each other.

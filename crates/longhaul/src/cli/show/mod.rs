@@ -1,6 +1,7 @@
 //! Formats the output of commands: pure functions from the API's types to lines.
 
 pub(crate) mod doubt;
+pub(crate) mod events;
 pub(crate) mod fetching;
 pub(crate) mod figure;
 pub(crate) mod group;
