@@ -3,7 +3,8 @@
 //!
 //! [`Manager`] is the interface for the API. The modules `source` and `destination` are the two
 //! ends of a migration. They do not import each other. No other module imports either, except
-//! `recovery`, which continues the attempts of an earlier agent. `checks/` enforces this.
+//! `recovery`, which continues the attempts of an earlier agent, and `both_ends`, which tests the
+//! sender against the receiver. `checks/` enforces this.
 //!
 //! | module | owns |
 //! |---|---|
@@ -14,9 +15,13 @@
 //! | `limits` | bandwidth, quotas of peers, shared deduplication |
 //! | `status` | progress, reports, failures, hooks |
 //! | `left_behind` | an operator's actions on a guest that a migration left paused or lost |
+//! | `carrier` | what carries frames from sender to receiver |
 //! | `files`, `verify`, `channel` | proof of files on both hosts, digests, typed messages |
 //! | `host` | configuration, state folder, content index, memory cache, hooks |
 
+#[cfg(test)]
+mod both_ends;
+mod carrier;
 mod channel;
 mod context;
 mod destination;

@@ -374,7 +374,10 @@ async fn launch_qemu(
     admission: &Admission,
 ) -> Result<DestinationQemu, DestinationQemuError> {
     let offered: Vec<OfferedDisk> = places.iter().map(|place| place.offered.clone()).collect();
-    let arriving = (Disks::new(offer, &offered, there.disks), there.kept);
+    let arriving = (
+        Disks::new(&offer.regions, &offered, there.disks),
+        there.kept,
+    );
     let mut inbound =
         DestinationQemu::launch(context, offer, arriving, there.below, admission).await?;
     if let Err(why) = block_in_place(|| inbound.has(&there.proof)) {
