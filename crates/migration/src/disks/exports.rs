@@ -263,6 +263,7 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
         name: ExportName::new(export).ok_or_else(|| io::Error::other("no name for it"))?,
         qemu_uid: (uid != ours).then_some(uid),
         arriving: below.arriving.is_some(),
+        tracked: false,
         fetched: None,
     };
     FrontFolder::create(noted.path(), &spec).map_err(io::Error::other)?;
@@ -682,6 +683,7 @@ pub(crate) mod tests {
             name: ExportName::new("x".repeat(32)).unwrap(),
             qemu_uid: None,
             arriving: false,
+            tracked: false,
             fetched: None,
         };
         FrontFolder::create(damaged.path(), &spec).unwrap();
