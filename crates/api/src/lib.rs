@@ -17,6 +17,7 @@ pub mod openapi;
 pub mod operation;
 pub mod plan;
 pub mod report;
+pub mod tracked_writes;
 
 pub use client::{Client, ClientError, Watch};
 pub use convergence::{Convergence, Outpaced, StopChoice, StopReason, StopRule, TooFast};
@@ -39,6 +40,7 @@ pub use report::{
     BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,
     KeptMemoryReport, PhaseTime, Report, VerifyResult,
 };
+pub use tracked_writes::{TrackedDisk, TrackedWrites, Tracking};
 
 /// Maximum size of a request's body that an agent reads, in bytes.
 pub const REQUEST_BYTES_MAX: usize = 256 << 10;

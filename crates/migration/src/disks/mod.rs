@@ -9,6 +9,7 @@ pub(crate) mod images;
 pub(crate) mod lazy_base_images;
 pub(crate) mod left_images;
 pub(crate) mod qcow2;
+pub(crate) mod tracked_writes;
 
 use crate::host::atomic_file;
 use longhaul_codec::BlockId;
