@@ -12,8 +12,8 @@ pub enum Tracking {
     /// The guest's QEMU has ended, and tracking with it. All changes up to there are known. Changes
     /// that another program has made to the image since are not.
     Ended,
-    /// Another QEMU of the guest uses the disk, and its writes are not tracked. Everything counts as
-    /// changed.
+    /// Another QEMU of the guest uses the disk, and its writes are not tracked. Everything counts
+    /// as changed.
     Lost,
 }
 
@@ -28,8 +28,8 @@ pub struct TrackedDisk {
     pub since_unix_ms: u64,
     /// Length of the image, in bytes; of an image that grows, its greatest expected length.
     pub image_bytes: u64,
-    /// Number of bytes that may have changed since then, in whole chunks of 256 KiB. It is never too
-    /// small.
+    /// Number of bytes that may have changed since then, in whole chunks of 256 KiB. It is never
+    /// too small.
     pub changed_bytes: u64,
 }
 

@@ -501,8 +501,8 @@ pub(crate) async fn keep_answering(state: &Path, guest: &str) -> Result<(), Fron
     Ok(())
 }
 
-/// Ends the exports of a guest whose QEMU has ended, except those that track writes. Sets the images
-/// aside if the guest has moved away.
+/// Ends the exports of a guest whose QEMU has ended, except those that track writes. Sets the
+/// images aside if the guest has moved away.
 pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
     let noted = match notes(state, guest) {
         Ok(noted) => noted,

@@ -1,5 +1,5 @@
-//! Tracks a guest's writes to its local disks without a migration, at an operator's request: inserts
-//! exports that record them, reads the records, and removes the exports.
+//! Tracks a guest's writes to its local disks without a migration, at an operator's request:
+//! inserts exports that record them, reads the records, and removes the exports.
 
 use crate::context::Context;
 use crate::disks::exports::{

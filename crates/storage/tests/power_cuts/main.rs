@@ -78,7 +78,8 @@ fn main() {
     let began = Instant::now();
     let all = run(seed, None, 5);
     println!(
-        "power cuts beneath journals, rights, masks and tracked writes: {} in {} scripts from seed {seed}, {:.1} s",
+        "power cuts beneath journals, rights, masks and tracked writes: {} in {} scripts from seed \
+         {seed}, {:.1} s",
         all.cuts,
         all.scripts,
         began.elapsed().as_secs_f64()

@@ -1,6 +1,6 @@
 //! One script: the tracked writes of a disk, as its export records them, over several lives of the
-//! machine. The image is a file whose sectors reach the disk in any order, like those of the record:
-//! each sector stands for a chunk.
+//! machine. The image is a file whose sectors reach the disk in any order, like those of the
+//! record: each sector stands for a chunk.
 
 use crate::random::Random;
 use crate::script::Outcome;
