@@ -99,6 +99,9 @@ pub const DIRECTION: [(&str, &[&str]); 21] = [
 /// The modules of `crates/migration`, and which others each may import. The two ends of a migration
 /// do not import each other; modules that both use import neither.
 pub const MIGRATION_MODULES: [(&str, &[&str]); 16] = [
+    // Tests of the two ends against each other.
+    ("both_ends", &["carrier", "destination", "limits", "source"]),
+    ("carrier", &[]),
     ("host", &[]),
     ("channel", &["host"]),
     ("files", &["host"]),
@@ -149,8 +152,9 @@ pub const MIGRATION_MODULES: [(&str, &[&str]); 16] = [
 ];
 
 /// Modules that both ends of a migration use.
-const BELOW_THE_ENDS: [&str; 9] = [
-    "channel", "context", "disks", "files", "handover", "host", "limits", "status", "verify",
+const BELOW_THE_ENDS: [&str; 10] = [
+    "carrier", "channel", "context", "disks", "files", "handover", "host", "limits", "status",
+    "verify",
 ];
 
 /// Words that the sources of `crates/migration` do not use, and what they use instead. A migration

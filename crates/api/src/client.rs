@@ -4,8 +4,8 @@ use crate::operation::{Method, Operation};
 use crate::{
     ANSWER_BYTES_MAX, ApiError, AttachGuest, EVENT_LINE_BYTES_MAX, Event, Guest, Guests, Host,
     Limit, Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest,
-    Report, Resolve, StartGuest, StartMigration, StopGuest, Trust, TrustedHost, TrustedHosts,
-    WATCH_LINE_BYTES_MAX, What,
+    Report, Resolve, StartGuest, StartMigration, StopGuest, TrackedWrites, Trust, TrustedHost,
+    TrustedHosts, WATCH_LINE_BYTES_MAX, What,
 };
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -227,6 +227,26 @@ impl Client {
         timeout(ANSWER_WAIT, self.exchange(request))
             .await
             .map_err(|_| self.silent(ANSWER_WAIT))?
+            .map(|_| ())
+    }
+
+    /// Begins to track a guest's writes to its local disks.
+    pub async fn track_writes(&self, guest: &str) -> Result<TrackedWrites, ClientError> {
+        self.send(Operation::TrackWrites, guest, &(), WORK_WAIT)
+            .await
+    }
+
+    /// Returns the tracked writes of a guest.
+    pub async fn tracked_writes(&self, guest: &str) -> Result<TrackedWrites, ClientError> {
+        self.get(Operation::GetTrackedWrites, guest).await
+    }
+
+    /// Ends the tracking of a guest's writes, and forgets them.
+    pub async fn stop_tracking(&self, guest: &str) -> Result<(), ClientError> {
+        let request = self.request(Operation::StopTrackingWrites, guest, Bytes::new())?;
+        timeout(WORK_WAIT, self.exchange(request))
+            .await
+            .map_err(|_| self.silent(WORK_WAIT))?
             .map(|_| ())
     }
 

@@ -18,6 +18,7 @@ pub mod openapi;
 pub mod operation;
 pub mod plan;
 pub mod report;
+pub mod tracked_writes;
 
 pub use client::{Client, ClientError, Events, Watch};
 pub use convergence::{Convergence, Outpaced, StopChoice, StopReason, StopRule, TooFast};
@@ -41,6 +42,7 @@ pub use report::{
     BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,
     KeptMemoryReport, PhaseTime, Report, VerifyResult,
 };
+pub use tracked_writes::{TrackedDisk, TrackedWrites, Tracking};
 
 /// Maximum size of a request's body that an agent reads, in bytes.
 pub const REQUEST_BYTES_MAX: usize = 256 << 10;

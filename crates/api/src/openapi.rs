@@ -4,7 +4,7 @@ use crate::operation::Operation;
 use crate::{
     ApiError, AttachGuest, ErrorCode, Event, Guest, Guests, Host, Limit, Migration, Migrations,
     Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest, Report, Resolve, StartGuest,
-    StartMigration, StopGuest, Trust, TrustedHost, TrustedHosts,
+    StartMigration, StopGuest, TrackedWrites, Trust, TrustedHost, TrustedHosts,
 };
 use schemars::generate::{SchemaGenerator, SchemaSettings};
 use schemars::{JsonSchema, Schema};
@@ -105,6 +105,21 @@ fn describe(operation: Operation) -> Description {
         Operation::DetachGuest => new(
             "detachGuest",
             "Forget a guest that was attached to; it goes on as it is",
+        )
+        .status(204),
+        Operation::TrackWrites => new(
+            "trackWrites",
+            "Begin to track a guest's writes to its local disks",
+        )
+        .gives::<TrackedWrites>("They are tracked.")
+        .status(201),
+        Operation::GetTrackedWrites => {
+            new("getTrackedWrites", "The tracked writes of a guest")
+                .gives::<TrackedWrites>("What may have changed; without disks if none are tracked.")
+        }
+        Operation::StopTrackingWrites => new(
+            "stopTrackingWrites",
+            "End the tracking of a guest's writes, and forget them",
         )
         .status(204),
         Operation::PlanMigration => new(

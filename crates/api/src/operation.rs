@@ -54,6 +54,12 @@ pub enum Operation {
     AttachGuest,
     /// Detaches an attached guest.
     DetachGuest,
+    /// Begins to track a guest's writes to its local disks.
+    TrackWrites,
+    /// Returns the tracked writes of a guest.
+    GetTrackedWrites,
+    /// Ends the tracking of a guest's writes.
+    StopTrackingWrites,
     /// Checks and predicts a migration without changing anything.
     PlanMigration,
     /// Starts a migration.
@@ -80,7 +86,7 @@ pub enum Operation {
 
 impl Operation {
     /// All operations.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 27] = [
         Self::GetHost,
         Self::ListHosts,
         Self::TrustHost,
@@ -94,6 +100,9 @@ impl Operation {
         Self::ReclaimGuest,
         Self::AttachGuest,
         Self::DetachGuest,
+        Self::TrackWrites,
+        Self::GetTrackedWrites,
+        Self::StopTrackingWrites,
         Self::PlanMigration,
         Self::StartMigration,
         Self::ListMigrations,
@@ -155,6 +164,9 @@ impl Operation {
             Self::ReclaimGuest => (Post, "/v1/guests/{guest}/reclaim"),
             Self::AttachGuest => (Post, "/v1/guests/{guest}/attach"),
             Self::DetachGuest => (Post, "/v1/guests/{guest}/detach"),
+            Self::TrackWrites => (Post, "/v1/guests/{guest}/tracked-writes"),
+            Self::GetTrackedWrites => (Get, "/v1/guests/{guest}/tracked-writes"),
+            Self::StopTrackingWrites => (Delete, "/v1/guests/{guest}/tracked-writes"),
             Self::PlanMigration => (Post, "/v1/plans"),
             Self::StartMigration => (Post, "/v1/migrations"),
             Self::ListMigrations => (Get, "/v1/migrations"),

@@ -302,6 +302,7 @@ mod tests {
             name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
             qemu_uid: None,
             arriving: false,
+            tracked: false,
             fetched: None,
         };
         FrontFolder::create(&above.join("base"), &spec).unwrap()

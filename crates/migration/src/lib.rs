@@ -3,7 +3,8 @@
 //!
 //! [`Manager`] is the interface for the API. The modules `source` and `destination` are the two
 //! ends of a migration. They do not import each other. No other module imports either, except
-//! `recovery`, which continues the attempts of an earlier agent. `checks/` enforces this.
+//! `recovery`, which continues the attempts of an earlier agent, and `both_ends`, which tests the
+//! sender against the receiver. `checks/` enforces this.
 //!
 //! | module | owns |
 //! |---|---|
@@ -14,9 +15,13 @@
 //! | `limits` | bandwidth, quotas of peers, shared deduplication |
 //! | `status` | progress, reports, failures, hooks |
 //! | `left_behind` | an operator's actions on a guest that a migration left paused or lost |
+//! | `carrier` | what carries frames from sender to receiver |
 //! | `files`, `verify`, `channel` | proof of files on both hosts, digests, typed messages |
 //! | `host` | configuration, state folder, content index, memory cache, hooks |
 
+#[cfg(test)]
+mod both_ends;
+mod carrier;
 mod channel;
 mod companions;
 mod context;
@@ -54,7 +59,7 @@ use crate::status::registry::{Registry, Taken};
 use crate::status::{failure, in_doubt};
 use longhaul_api::{
     ApiError, ErrorCode, Limit, Migration, Outcome, Phase, Plan, PlanRequest, Probe, ProbeResult,
-    Progress, ReclaimGuest, Report, Resolve, Side, StartMigration,
+    Progress, ReclaimGuest, Report, Resolve, Side, StartMigration, TrackedWrites,
 };
 use longhaul_hypervisor::capabilities::can_run;
 use longhaul_protocol::guest::GuestDescription;
@@ -377,6 +382,52 @@ impl Manager {
         left_behind::reclaim(&self.context, guest, reclaim).await
     }
 
+    /// Begins to track a guest's writes to its local disks, without a migration. Runs to its end
+    /// even if the caller no longer waits.
+    pub async fn track_writes(&self, guest: &str) -> Result<TrackedWrites, ApiError> {
+        let reservation = self.reserve(guest).await?;
+        let (context, name) = (self.context.clone(), guest.to_owned());
+        let begin = async move {
+            let begun = source::tracking::begin(&context, &name).await;
+            drop(reservation);
+            begun
+        };
+        finish(tokio::spawn(begin)).await?;
+        self.tracked_writes(guest).await
+    }
+
+    /// Returns the tracked writes of a guest.
+    pub async fn tracked_writes(&self, guest: &str) -> Result<TrackedWrites, ApiError> {
+        Ok(TrackedWrites {
+            guest: guest.to_owned(),
+            disks: source::tracking::read(&self.context, guest)?,
+        })
+    }
+
+    /// Ends the tracking of a guest's writes, and forgets them. Runs to its end even if the caller
+    /// no longer waits.
+    pub async fn stop_tracking(&self, guest: &str) -> Result<(), ApiError> {
+        let reservation = self.reserve(guest).await?;
+        let (context, name) = (self.context.clone(), guest.to_owned());
+        let end = async move {
+            let ended = source::tracking::end(&context, &name).await;
+            drop(reservation);
+            ended
+        };
+        finish(tokio::spawn(end)).await
+    }
+
+    /// Releases the images of a reserved guest whose writes were tracked until its QEMU ended.
+    pub async fn settle_tracking(&self, guest: &str) -> Result<(), ApiError> {
+        let settled = self.context.settle_tracking(guest).await;
+        settled.map_err(|error| failure::internal(&error.to_string()))
+    }
+
+    /// Refuses a guest whose writes are tracked.
+    pub fn refuse_tracked(&self, guest: &str) -> Result<(), ApiError> {
+        source::tracking::refuse_tracked(&self.context, guest)
+    }
+
     /// Resumes a guest that belongs to this host and is paused in QEMU.
     pub async fn resume(&self, guest: &str) -> Result<(), ApiError> {
         let _reservation = self.reserve(guest).await?;
@@ -415,6 +466,11 @@ impl Manager {
             )),
         }
     }
+}
+
+async fn finish(task: JoinHandle<Result<(), ApiError>>) -> Result<(), ApiError> {
+    let done = task.await;
+    done.unwrap_or_else(|error| Err(failure::internal(&error.to_string())))
 }
 
 /// Reads the limits of other hosts. A host that was renamed keeps the limits of its old name.

@@ -68,6 +68,7 @@ impl Processes {
             name: ExportName::new(NAME.to_owned()).unwrap(),
             qemu_uid: None,
             arriving: false,
+            tracked: false,
             fetched: None,
         };
         let folder = FrontFolder::create(&path, &spec).unwrap();

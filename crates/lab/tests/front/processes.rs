@@ -75,6 +75,7 @@ impl Processes {
             name: ExportName::new(export.clone()).unwrap(),
             qemu_uid: None,
             arriving: false,
+            tracked: false,
             fetched: None,
         };
         let folder = FrontFolder::create(path, &spec).unwrap();

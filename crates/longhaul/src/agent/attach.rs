@@ -67,6 +67,8 @@ impl Guests {
             None => return Err(unknown(name)),
         };
         let _reservation = manager.reserve(name).await?;
+        // The agent must know when its QEMU ends.
+        manager.refuse_tracked(name)?;
         let detached = self.parts.launcher.detach(&guest);
         detached.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
         tracing::info!(guest = %name, "detached");

@@ -119,6 +119,7 @@ impl Guests {
         let name = description.name.clone();
         let reservation = manager.reserve(&name).await?;
         manager.may_use_disks(&description)?;
+        manager.settle_tracking(&name).await?;
         manager.make_way_for(&description).await;
         let right = manager.right(&name).await;
         // The launch must run to its end even if the client no longer waits for the answer.

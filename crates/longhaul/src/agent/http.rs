@@ -210,6 +210,19 @@ async fn perform(
             guests.detach(manager, value).await?;
             StatusCode::NO_CONTENT.into_response()
         }
+        Operation::TrackWrites => {
+            guests.require(value)?;
+            json(StatusCode::CREATED, &manager.track_writes(value).await?)
+        }
+        Operation::GetTrackedWrites => {
+            guests.require(value)?;
+            ok(&manager.tracked_writes(value).await?)
+        }
+        Operation::StopTrackingWrites => {
+            guests.require(value)?;
+            manager.stop_tracking(value).await?;
+            StatusCode::NO_CONTENT.into_response()
+        }
         Operation::PlanMigration => {
             let plan: PlanRequest = parse(body)?;
             in_range("downtime_ms", plan.downtime_ms, DOWNTIME_MS)?;

@@ -117,6 +117,8 @@ pub(crate) enum FrontPart {
     Supervise,
     /// Answers, and tells the agent of every write.
     Tell,
+    /// Answers, and records which parts of the disk the guest writes.
+    Track,
     /// Answers for a disk that is not all here yet.
     Arrive,
     /// Answers.
@@ -253,6 +255,17 @@ pub(crate) enum GuestsCommand {
     Detach {
         /// The guest
         name: String,
+    },
+    /// Track which parts of a guest's local disks it writes, until its QEMU ends
+    TrackWrites {
+        /// The guest
+        name: String,
+        /// Show how much may have changed since tracking began
+        #[arg(long, conflicts_with = "stop")]
+        show: bool,
+        /// End tracking, and forget what was written
+        #[arg(long)]
+        stop: bool,
     },
     /// Resume a guest that a move has left paused, and that belongs to this host
     Resume {

@@ -7,6 +7,7 @@ use longhaul_image::ImageNotice;
 use longhaul_image::front::base;
 use longhaul_storage::front::{
     FrontFolder, Policy, Programs, Supervisor, SupervisorError, arriving, pass_through, telling,
+    tracking,
 };
 use longhaul_storage::nbd::Notice;
 use std::path::{Path, PathBuf};
@@ -22,6 +23,7 @@ pub(crate) fn run(args: &DiskFrontArgs) -> ExitCode {
     let error = match args.part {
         FrontPart::Supervise => supervise(&args.folder, folder).map_err(|e| e.to_string()),
         FrontPart::Tell => telling(&folder, notice).map_err(|e| e.to_string()),
+        FrontPart::Track => tracking(&folder, notice).map_err(|e| e.to_string()),
         FrontPart::Arrive => arriving(&folder, notice).map_err(|e| e.to_string()),
         FrontPart::Base => base(&folder, notice, image_notice).map_err(|e| e.to_string()),
         FrontPart::PassThrough => pass_through(&folder, notice).map_err(|e| e.to_string()),
@@ -69,7 +71,10 @@ fn supervise(path: &Path, folder: FrontFolder) -> Result<(), SupervisorError> {
         }
         None if spec.arriving => alone(program(FrontPart::Arrive)),
         None => Programs {
-            server: program(FrontPart::Tell),
+            server: program(match spec.tracked {
+                true => FrontPart::Track,
+                false => FrontPart::Tell,
+            }),
             fallback: Some(program(FrontPart::PassThrough)),
         },
     };

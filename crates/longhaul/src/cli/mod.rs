@@ -16,6 +16,7 @@ mod resolve;
 mod self_test;
 mod set_aside;
 mod show;
+mod tracked_writes;
 
 use crate::agent;
 use args::{
@@ -253,6 +254,9 @@ async fn guests(
             show(output, &json!({ "detached": name }), || {
                 done(format!("{name} is forgotten, and continues to run"))
             })
+        }
+        GuestsCommand::TrackWrites { name, show, stop } => {
+            tracked_writes::run(client, output, &name, (show, stop)).await
         }
         GuestsCommand::Resume { name } => {
             let guest = client.resume_guest(&name).await?;

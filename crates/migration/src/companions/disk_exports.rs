@@ -25,6 +25,8 @@ use tokio::sync::Mutex;
 
 /// Interval between attempts to remove an export.
 const AGAIN_EVERY: Duration = Duration::from_secs(2);
+/// Interval between checks that the exports answer that track writes.
+const TRACKED_EVERY: Duration = Duration::from_secs(30);
 
 /// The exports below disks of which a part may arrive while the guest runs.
 pub(super) struct Arrival(About);
@@ -156,11 +158,19 @@ impl source::Companion for Departure {
     }
 }
 
-/// Exports of guests that no migration uses.
+/// Exports of guests that no migration uses, and those that track writes without a migration.
 #[derive(Default)]
 pub(super) struct Exports {
+    known: Mutex<Known>,
+}
+
+/// What is known from earlier sweeps.
+#[derive(Default)]
+struct Known {
     /// The notes that were logged as unreadable.
-    logged: Mutex<BTreeSet<PathBuf>>,
+    logged: BTreeSet<PathBuf>,
+    /// The exports that track writes, by their nodes, whose QEMU's end wakes the sweeper.
+    watched: BTreeSet<String>,
 }
 
 impl Residue for Exports {
@@ -170,9 +180,10 @@ impl Residue for Exports {
 
     fn sweep<'a>(&'a self, context: &'a Arc<Context>) -> Step<'a, Again> {
         Box::pin(async move {
-            let mut logged = self.logged.lock().await;
-            match context.sweep_exports(&mut logged).await {
-                true => None,
+            let Known { logged, watched } = &mut *self.known.lock().await;
+            match context.sweep_exports(logged, watched).await {
+                true if watched.is_empty() => None,
+                true => Some(TRACKED_EVERY),
                 false => Some(AGAIN_EVERY),
             }
         })

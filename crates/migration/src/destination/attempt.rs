@@ -12,6 +12,7 @@ mod compare;
 mod handover;
 mod prepare;
 
+use crate::carrier::CarrierError;
 use crate::channel::TalkError;
 use crate::destination::Destination;
 use crate::destination::call::Call;
@@ -33,7 +34,7 @@ use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
 use longhaul_protocol::message::{self, Offer, ToDestination, ToSource};
-use longhaul_transport::{BulkError, BulkOffer, BulkReceiver};
+use longhaul_transport::{BulkOffer, BulkReceiver};
 use prepare::Refused;
 use std::sync::Arc;
 use std::time::Duration;
@@ -118,7 +119,7 @@ struct DestinationAttempt {
 
 /// How a bulk connection ended.
 pub(crate) enum BulkEnd {
-    Lost(BulkError),
+    Lost(CarrierError),
     /// Aborts the attempt for this reason. If the source is not at fault, the connection stays open
     /// until the source has the reason.
     Broken(String, Option<Box<BulkReceiver>>),
@@ -192,7 +193,7 @@ impl DestinationAttempt {
         self.bulk = Some(tokio::spawn(async move {
             match bulk.accept().await {
                 Ok(bulk) => receive_from(&receiving, epoch, bulk).await,
-                Err(error) => BulkEnd::Lost(error),
+                Err(error) => BulkEnd::Lost(error.into()),
             }
         }));
         self.call = Some(call);

@@ -10,7 +10,6 @@ use longhaul_codec::{BlockId, BlockWrite, Content};
 use longhaul_engine::destination::Destination;
 use longhaul_engine::presence::{Output, Presence};
 use longhaul_protocol::disk::{Base, DiskFormat, List, OfferedDisk, Pulled, Qcow2};
-use longhaul_protocol::message::Offer;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionSpec};
 use longhaul_storage::disk::qcow2::{self, HEAD_BYTES};
 use longhaul_storage::disk::{Disk as _, RawDisk, Zeros};
@@ -135,9 +134,13 @@ impl Growing {
 }
 
 impl Disks {
-    /// Creates the disks of the durable regions of an offer.
-    pub(crate) fn new(offer: &Offer, offered: &[OfferedDisk], disks: &[Arc<RawDisk>]) -> Self {
-        let durable = offer.regions.iter().filter(|region| region.durable);
+    /// Creates the disks of the durable regions among these, which the source offers.
+    pub(crate) fn new(
+        regions: &[RegionSpec],
+        offered: &[OfferedDisk],
+        disks: &[Arc<RawDisk>],
+    ) -> Self {
+        let durable = regions.iter().filter(|region| region.durable);
         let offer_of = |region: &RegionSpec| {
             let mut offered = offered.iter();
             offered.find(|disk| disk.region == region.id)
@@ -162,7 +165,7 @@ impl Disks {
         });
         let disks: Vec<Arriving> = arriving.collect();
         Self {
-            first: offer.regions.len() - disks.len(),
+            first: regions.len() - disks.len(),
             epoch: Epoch(1),
             disks,
             failure: None,

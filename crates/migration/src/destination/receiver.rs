@@ -1,5 +1,6 @@
 //! Decodes frames into the guest's regions at the destination, and acknowledges them.
 
+use crate::carrier::{CarrierError, FrameSource};
 use crate::destination::disks::Disks;
 use crate::destination::local_content::Kept;
 use crate::limits::peer_quota::{Means, Pace};
@@ -16,7 +17,6 @@ use longhaul_protocol::wire::{self, WireError};
 use longhaul_protocol::{BLOCK_SIZE, Epoch, MigrationId, RegionId, RegionSpec};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use longhaul_storage::front::FrontFolder;
-use longhaul_transport::{BulkError, BulkReceiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::{Notify, Semaphore};
@@ -43,9 +43,9 @@ pub(crate) trait Store: Send + 'static {
 /// Why receiving ended.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReceiveError {
-    /// The connection is lost: the source may return.
+    /// The carrier is lost: the source may return with another one.
     #[error(transparent)]
-    Lost(#[from] BulkError),
+    Lost(#[from] CarrierError),
     /// The data is not a frame.
     #[error("the source breaks the protocol: {0}")]
     Frame(#[from] FrameError),
@@ -244,9 +244,9 @@ impl Receiving {
         }
     }
 
-    /// Receives the frames of a connection until it is lost or an error occurs.
-    pub(crate) async fn work(&self, epoch: Epoch, bulk: &BulkReceiver) -> ReceiveError {
-        match self.receive(epoch, bulk).await {
+    /// Receives the frames of a carrier until it is lost or an error occurs.
+    pub(crate) async fn work(&self, epoch: Epoch, carrier: &impl FrameSource) -> ReceiveError {
+        match self.receive(epoch, carrier).await {
             Ok(never) => match never {},
             Err(error) => error,
         }
@@ -255,7 +255,7 @@ impl Receiving {
     async fn receive(
         &self,
         epoch: Epoch,
-        bulk: &BulkReceiver,
+        carrier: &impl FrameSource,
     ) -> Result<std::convert::Infallible, ReceiveError> {
         let mut acknowledge_at: Option<Instant> = None;
         let mut next_at = Instant::now();
@@ -265,7 +265,7 @@ impl Receiving {
             let wake_at = acknowledge_at.unwrap_or_else(|| Instant::now() + TELL_EVERY);
             let frame = match wake_at <= Instant::now() {
                 true => None,
-                false => timeout_at(wake_at, bulk.recv()).await.ok().transpose()?,
+                false => timeout_at(wake_at, carrier.recv()).await.ok().transpose()?,
             };
             match frame {
                 Some(Some(frame)) => {
@@ -288,22 +288,21 @@ impl Receiving {
                 }
                 Some(None) => {
                     // The source sends no more frames; the last acknowledgement is still due.
-                    self.acknowledge(bulk).await?;
-                    let error = bulk.closed().await;
-                    return Err(BulkError::Lost(error).into());
+                    self.acknowledge(carrier).await?;
+                    return Err(carrier.lost().await.into());
                 }
                 None => {
                     acknowledge_at = None;
-                    self.acknowledge(bulk).await?;
+                    self.acknowledge(carrier).await?;
                     next_at = Instant::now() + ACKNOWLEDGE_EVERY;
                 }
             }
         }
     }
 
-    async fn acknowledge(&self, bulk: &BulkReceiver) -> Result<(), ReceiveError> {
+    async fn acknowledge(&self, carrier: &impl FrameSource) -> Result<(), ReceiveError> {
         while let Some(message) = self.poll_acknowledgement() {
-            bulk.acknowledge(&wire::encode(&message)?).await?;
+            carrier.acknowledge(&wire::encode(&message)?).await?;
         }
         Ok(())
     }

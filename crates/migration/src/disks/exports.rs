@@ -7,6 +7,7 @@
 use crate::context::Context;
 use crate::disks::export_notes::{self, ExportNote, Notes, Unreadable};
 use crate::disks::qcow2;
+use crate::disks::tracked_writes::Tracks;
 use crate::host::notes::{self, NoteStore};
 use crate::host::set_aside::set_aside;
 use crate::status::registry::Taken;
@@ -30,6 +31,7 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::block_in_place;
 
@@ -42,7 +44,7 @@ const SOCKET_PATH_BYTES_MAX: usize = 107;
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Note {
-    guest: String,
+    pub(crate) guest: String,
     pub(crate) disk: String,
     pub(crate) image: PathBuf,
     /// The path of the disk's device in QEMU.
@@ -51,7 +53,7 @@ pub(crate) struct Note {
     #[serde(default)]
     nodes: Option<DiskNodes>,
     /// The export's node in QEMU, and its NBD export name.
-    node: String,
+    pub(super) node: String,
     export: String,
     /// The supervisor process.
     #[serde(default)]
@@ -66,6 +68,9 @@ pub(crate) struct Note {
     /// destination.
     #[serde(default)]
     pub(crate) left: Option<LeftDisk>,
+    /// Set for a disk whose writes are tracked without a move.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) tracks: Option<Tracks>,
 }
 
 /// How a disk arrives.
@@ -117,6 +122,8 @@ pub(crate) struct Below<'a> {
     pub(crate) image_use: ImageUse,
     pub(crate) arriving: Option<Coming>,
     pub(crate) left: Option<LeftDisk>,
+    /// Whether the export is to record the writes.
+    pub(crate) tracked: bool,
 }
 
 pub(crate) type Noted = export_notes::Noted<Note>;
@@ -151,7 +158,7 @@ pub(crate) fn notes_in(state: &Path) -> NoteStore<Note> {
 }
 
 /// Reads the notes of all guests.
-fn all_notes(state: &Path) -> io::Result<Notes<Note>> {
+pub(super) fn all_notes(state: &Path) -> io::Result<Notes<Note>> {
     export_notes::notes(state)
 }
 
@@ -256,6 +263,7 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
         stops: false,
         arriving: below.arriving,
         left: below.left,
+        tracks: None,
     };
     let noted = Noted::new(folder, note);
     noted.write()?;
@@ -268,16 +276,19 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
         name: ExportName::new(export).ok_or_else(|| io::Error::other("no name for it"))?,
         qemu_uid: (uid != ours).then_some(uid),
         arriving: below.arriving.is_some(),
+        tracked: below.tracked,
         fetched: None,
     };
     FrontFolder::create(noted.path(), &spec).map_err(io::Error::other)?;
     Ok(noted)
 }
 
-/// Removes the exports below the disks of a guest that stays on this host, if it has any.
+/// Removes the exports below the disks of a guest that stays on this host, if it has any, except
+/// those that track writes.
 pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(), FrontError> {
     let of_guest = |why: &dyn Display| FrontError::new("", why);
     let mut noted = notes(state, guest.name()).map_err(|error| of_guest(&error))?;
+    noted.retain(|noted| !noted.tracks());
     if noted.is_empty() {
         return Ok(());
     }
@@ -411,6 +422,7 @@ pub(crate) async fn put_in_for(
                 ..coming
             }),
             left: None,
+            tracked: false,
         };
         let mut noted = make(state, guest, n, of).map_err(|error| of_disk(&error))?;
         noted.supervise().await?;
@@ -473,8 +485,8 @@ pub(crate) async fn keep_answering(state: &Path, guest: &str) -> Result<(), Fron
     Ok(())
 }
 
-/// Ends the exports of a guest whose QEMU has ended. Sets the images aside if the guest has moved
-/// away.
+/// Ends the exports of a guest whose QEMU has ended, except those that track writes. Sets the
+/// images aside if the guest has moved away.
 pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
     let noted = match notes(state, guest) {
         Ok(noted) => noted,
@@ -482,7 +494,7 @@ pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
             return tracing::error!(guest, %error, "cannot look for its disk exports");
         }
     };
-    for mut noted in noted {
+    for mut noted in noted.into_iter().filter(|noted| !noted.tracks()) {
         if let Err(error) = noted.end(moved).await {
             tracing::error!(guest, %error, "files of a disk export remain");
         }
@@ -516,8 +528,12 @@ fn is_committed(journal: &Path) -> bool {
 
 impl Context {
     /// Removes the exports of guests that no migration uses, which an earlier agent or attempt
-    /// left. Returns whether none remains.
-    pub(crate) async fn sweep_exports(&self, logged: &mut BTreeSet<PathBuf>) -> bool {
+    /// left, and keeps those answering that track writes. Returns whether nothing is left to do.
+    pub(crate) async fn sweep_exports(
+        self: &Arc<Self>,
+        logged: &mut BTreeSet<PathBuf>,
+        watched: &mut BTreeSet<String>,
+    ) -> bool {
         let state = &self.parts.config.state;
         let found = match all_notes(state) {
             Ok(found) => found,
@@ -528,10 +544,9 @@ impl Context {
         };
         found.log_unreadable(logged);
         let mut clean = found.unreadable.is_empty();
-        let done = found
-            .noted
-            .into_iter()
-            .filter(|noted| !self.comes_yet(noted));
+        let (tracking, others): (Vec<_>, Vec<_>) = found.noted.into_iter().partition(Noted::tracks);
+        clean &= self.keep_tracking(tracking, watched).await;
+        let done = others.into_iter().filter(|noted| !self.comes_yet(noted));
         let mut guests: Vec<String> = done.map(|noted| noted.note.guest).collect();
         guests.dedup();
         for guest in guests {
@@ -570,7 +585,7 @@ impl Context {
         let state = &self.parts.config.state;
         let of_guest = |why: &dyn Display| FrontError::new("", why);
         let left = notes(state, guest).map_err(|error| of_guest(&error))?;
-        if left.is_empty() {
+        if left.iter().all(Noted::tracks) {
             return Ok(());
         }
         let guests = &self.parts.guests;
@@ -609,7 +624,7 @@ pub(crate) mod tests {
         write(state, n, note);
     }
 
-    fn note(guest: &str, image: &Path) -> Note {
+    pub(crate) fn note(guest: &str, image: &Path) -> Note {
         Note {
             guest: guest.to_owned(),
             disk: "vda".to_owned(),
@@ -622,10 +637,11 @@ pub(crate) mod tests {
             stops: false,
             arriving: None,
             left: None,
+            tracks: None,
         }
     }
 
-    fn write(state: &Path, n: usize, note: Note) -> Noted {
+    pub(crate) fn write(state: &Path, n: usize, note: Note) -> Noted {
         let above = export_notes::create_above::<Note>(state).unwrap();
         let folder = above.join(format!("{}.{n}", note.guest));
         let noted = Noted::new(folder, note);
@@ -647,6 +663,7 @@ pub(crate) mod tests {
             name: ExportName::new("x".repeat(32)).unwrap(),
             qemu_uid: None,
             arriving: false,
+            tracked: false,
             fetched: None,
         };
         FrontFolder::create(damaged.path(), &spec).unwrap();

@@ -207,6 +207,7 @@ impl Context {
                 .filter(|uid| *uid != ours)
                 .map(nix::unistd::Uid::as_raw),
             arriving: false,
+            tracked: false,
             fetched: Some(Fetched {
                 repository: config.repository.to_string(),
                 environment: environment(),

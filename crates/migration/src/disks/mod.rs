@@ -9,6 +9,7 @@ pub(crate) mod images;
 pub(crate) mod lazy_base_images;
 pub(crate) mod left_images;
 pub(crate) mod qcow2;
+pub(crate) mod tracked_writes;
 
 use longhaul_codec::BlockId;
 use longhaul_hypervisor::config::{Image, ImageFormat};

@@ -1,19 +1,19 @@
 //! Receives the destination's acknowledgements in a task of its own: writes of the guest may wait
 //! for them, and then QEMU may wait for the guest.
 
+use crate::carrier::CarrierError;
 use crate::source::sender::{Line, Sending};
 use longhaul_engine::source::SourceError;
 use longhaul_protocol::wire::{self, WireError};
-use longhaul_transport::BulkError;
 use std::sync::Arc;
 use tokio::task::JoinHandle;
 
 /// The reason why no more acknowledgements come over a connection.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AcknowledgeError {
-    /// The connection is lost.
+    /// The carrier is lost.
     #[error(transparent)]
-    Lost(#[from] BulkError),
+    Lost(#[from] CarrierError),
     /// A message is not an acknowledgement.
     #[error(transparent)]
     Wire(#[from] WireError),
@@ -61,9 +61,7 @@ async fn hear(
     line: &Line,
 ) -> Result<std::convert::Infallible, AcknowledgeError> {
     loop {
-        let Some(bytes) = line.bulk.acknowledgement().await? else {
-            return Err(BulkError::Lost(line.bulk.closed().await).into());
-        };
+        let bytes = line.carrier.acknowledgement().await?;
         sending.acknowledged(line, &wire::decode(&bytes)?)?;
     }
 }

@@ -314,7 +314,7 @@ impl SourceAttempt {
             Happened::Resolved(resolve) => self.resolved(resolve).await,
             Happened::Limit => {
                 if let Some(line) = self.line() {
-                    line.bulk.set_bandwidth(self.limit_bps());
+                    line.carrier.set_bandwidth(self.limit_bps());
                 }
             }
             Happened::QemuEnded => self.qemu_ended().await,
@@ -335,15 +335,15 @@ impl SourceAttempt {
         }
         let now = self.now();
         if let Some(line) = self.line() {
-            let stats = line.bulk.stats();
+            let stats = line.carrier.stats();
             let queued_bytes = self.task.sending.queued_bytes();
             let (host, context) = (&self.task.host, &self.task.source);
             // The delivery rate is that of the slowest part: the encoder, the link or the
             // destination. The path's rate is that of the link alone. It is noted only while more
-            // than half a congestion window is queued.
-            let possible = stats.path_rate_bps().map(|rate| rate / 8.0);
+            // than half a window is queued.
+            let possible = stats.path_rate_bps.map(|rate| rate / 8.0);
             if let Some(possible) = possible
-                && queued_bytes > stats.congestion_window_bytes / 2
+                && queued_bytes > stats.window_bytes / 2
             {
                 context.note_link_rate(host, possible);
             }

@@ -71,6 +71,7 @@ impl Fronts {
                 image_use,
                 arriving: None,
                 left,
+                tracked: false,
             };
             let mut noted = make(state, guest, n, of).map_err(|error| of_disk(&error))?;
             let watch = Watch::begin(disk, &noted.folder(), sending);

@@ -19,6 +19,7 @@ pub(crate) mod qemu;
 pub(crate) mod recovered;
 pub(crate) mod retained_qemu;
 pub(crate) mod sender;
+pub(crate) mod tracking;
 pub(crate) mod verify;
 pub(crate) mod write_tracker;
 

@@ -8,6 +8,7 @@ use crate::source::convergence;
 use crate::source::files::{self, AskError, Held};
 use crate::source::local_disks::{self, Known, LocalDisk};
 use crate::source::qemu::SourceQemu;
+use crate::source::tracking::refuse_tracked;
 use crate::status::failure;
 use crate::status::registry::Taken;
 use longhaul_api::{
@@ -109,6 +110,11 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
 /// Checks the disks that move with the guest. Returns an estimate of the bytes that travel.
 fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: &mut Plan) -> u64 {
     let guest = candidate.guest.description();
+    if let Err(error) = refuse_tracked(context, &guest.name) {
+        let hint = error.hint.unwrap_or_default();
+        plan.checks
+            .push(Check::refuse("disks", error.message, hint));
+    }
     match block_in_place(|| local_disks::local(context, guest, DiskChoice::Auto, known, 0)) {
         Ok(disks) => {
             plan.checks.extend(disks.iter().map(|disk| {

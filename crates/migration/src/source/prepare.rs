@@ -19,6 +19,7 @@ use crate::source::plan::{self, Look};
 use crate::source::qemu::SourceQemu;
 use crate::source::recovered::RecoveredSource;
 use crate::source::sender::{Encoding, Sending};
+use crate::source::tracking::refuse_tracked;
 use crate::source::verify::Checked;
 use crate::status::failure;
 use crate::status::migration::{Entry, Facts};
@@ -70,6 +71,7 @@ pub(crate) fn start(
     let reservation = context
         .registry
         .take(&request.guest, Taken::Moving(id, Side::Source))?;
+    refuse_tracked(context, &request.guest)?;
     let entry = Arc::new(Entry::new(Facts {
         id,
         guest: request.guest.clone(),

@@ -1,11 +1,12 @@
 //! The sending worker: takes blocks from the engine, reads and encodes them, and gives the frames
-//! to the bulk connection.
+//! to a carrier.
 //!
-//! The worker first reserves room on the connection, then takes blocks, and then reads their
-//! content, so that the content is as fresh as possible. A [`Line`] is one bulk connection. A lost
-//! line is marked dead *before* the engine hears of the loss, so that no block can be taken for it
+//! The worker first reserves room on the carrier, then takes blocks, and then reads their content,
+//! so that the content is as fresh as possible. A [`Line`] is one carrier in use. A lost line is
+//! marked dead *before* the engine hears of the loss, so that no block can be taken for it
 //! afterwards.
 
+use crate::carrier::{CarrierError, FrameSink};
 use crate::source::verify::Checked;
 use crate::source::write_tracker::Reply;
 use bytes::Bytes;
@@ -20,7 +21,6 @@ use longhaul_protocol::limits::FRAMES_EARLY_BYTES_MAX;
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::piece::{Part, Piece};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, MigrationId, RegionId};
-use longhaul_transport::{BulkError, BulkSender};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -116,25 +116,25 @@ pub(crate) enum SendError {
     Engine(#[from] SourceError),
 }
 
-/// One bulk connection.
+/// One carrier, and what was given to it.
 pub(crate) struct Line {
-    pub(crate) bulk: BulkSender,
+    pub(crate) carrier: Box<dyn FrameSink>,
     pub(crate) epoch: Epoch,
     frames: AtomicU64,
     dead: AtomicBool,
 }
 
 impl Line {
-    pub(crate) fn new(bulk: BulkSender, epoch: Epoch) -> Arc<Self> {
+    pub(crate) fn new(carrier: impl FrameSink, epoch: Epoch) -> Arc<Self> {
         Arc::new(Self {
-            bulk,
+            carrier: Box::new(carrier),
             epoch,
             frames: AtomicU64::new(0),
             dead: AtomicBool::new(false),
         })
     }
 
-    /// Returns the number of frames given to the connection.
+    /// Returns the number of frames given to the carrier.
     pub(crate) fn frames(&self) -> u64 {
         self.frames.load(Ordering::SeqCst)
     }
@@ -450,7 +450,7 @@ impl Sending {
         worker.encoder.forget_frames();
         let mut pieces_sent = 0;
         loop {
-            let Ok(permit) = line.bulk.reserve().await else {
+            let Ok(permit) = line.carrier.reserve().await else {
                 return Ok(Ended::Lost);
             };
             let notified = self.wake.notified();
@@ -471,11 +471,11 @@ impl Sending {
                 Next::Skipped => {}
                 Next::Frame(frame) => match permit.send(frame) {
                     Ok(()) => {}
-                    Err(BulkError::TooLarge { bytes, .. }) => {
+                    Err(CarrierError::TooLarge { bytes, .. }) => {
                         let bytes = bytes as usize;
                         return Err(EncodeError::TooLong { bytes }.into());
                     }
-                    Err(_) => return Ok(Ended::Lost),
+                    Err(CarrierError::Lost(_)) => return Ok(Ended::Lost),
                 },
             }
         }
@@ -509,7 +509,7 @@ impl Sending {
             return Ok(Next::Nothing);
         }
         // One of the reserved places is for the frame that is made now.
-        let ready_frames = line.bulk.frames_in_hand().saturating_sub(1);
+        let ready_frames = line.carrier.frames_in_hand().saturating_sub(1);
         let link = engine.link_now();
         let compression = self.compression(link, engine.in_flight_bytes(), ready_frames);
         self.paces.tell(&mut engine);

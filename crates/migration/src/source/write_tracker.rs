@@ -49,6 +49,11 @@ pub(crate) struct Reply {
 }
 
 impl Reply {
+    /// Creates the reply to the request that the server on this line has named so.
+    pub(crate) fn new(line: mpsc::UnboundedSender<ToServer>, id: u64) -> Self {
+        Self { line, id }
+    }
+
     /// Lets the write complete for the guest.
     pub(crate) fn answer(self) {
         // A server that is gone has replied already, or its guest repeats the request.
@@ -250,7 +255,7 @@ impl Shared {
                 let (first, end) = (bytes.start / BLOCK, bytes.end.div_ceil(BLOCK));
                 let (first, end) = (first.min(self.blocks), end.min(self.blocks));
                 let range = BlockRange::new(first, end - first);
-                let reply = self.answers.then_some(Reply { line, id });
+                let reply = self.answers.then_some(Reply::new(line, id));
                 let written = self.sending.written(self.region, range, reply);
                 written.map_err(|error| error.to_string())
             }

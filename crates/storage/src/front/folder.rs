@@ -1,6 +1,7 @@
 //! The folder of one disk export: its sockets, its locks, and its description.
 
 use crate::disk::{ExportSize, ImageUse};
+use crate::files::{RealFiles, replace};
 use crate::nbd::ExportName;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -31,6 +32,9 @@ pub struct FrontSpec {
     /// Whether blocks of the disk may be missing ([`super::arriving`]).
     #[serde(default)]
     pub arriving: bool,
+    /// Whether the server records which chunks the guest changes ([`super::tracking`]).
+    #[serde(default)]
+    pub tracked: bool,
     /// Where the missing content of a base image is fetched from; `None` for any other disk.
     #[serde(default)]
     pub fetched: Option<Fetched>,
@@ -144,11 +148,19 @@ impl FrontFolder {
         }
     }
 
-    /// Records the fallback before it answers. The record need not outlive the machine: neither
-    /// does the guest.
+    /// Records the fallback before it answers. Where writes are tracked the record is durable. For
+    /// a move it need not outlive the machine: neither does the guest.
     pub(super) fn note_fallback(&self) -> Result<(), FolderError> {
         let path = self.fallback_mark();
-        let made = File::create(&path).map(drop);
+        let made = match self.tracked_writes().exists() {
+            true => replace(
+                &RealFiles,
+                &path,
+                &[],
+                ["the fallback", "the fallback's name"],
+            ),
+            false => File::create(&path).map(drop),
+        };
         made.map_err(|error| failed(&path, error))
     }
 
@@ -192,6 +204,11 @@ impl FrontFolder {
     /// they are to be compared ([`super::arriving::unwritten`]).
     pub fn unwritten_masks(&self) -> PathBuf {
         self.own().join("unwritten")
+    }
+
+    /// Returns the file of the writes that are tracked ([`super::tracking`]).
+    pub fn tracked_writes(&self) -> PathBuf {
+        self.own().join("tracked")
     }
 
     /// Returns the file that marks an arriving disk that could not be made durable, with the boot
@@ -270,6 +287,7 @@ mod tests {
             name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
             qemu_uid: None,
             arriving: false,
+            tracked: false,
             fetched: None,
         };
         FrontFolder::create(&path, &spec).unwrap();

@@ -21,7 +21,9 @@ mod processes;
 mod server;
 mod supervisor;
 pub mod telling;
+pub mod tracking;
 mod turn;
+mod watched;
 
 pub use arriving::arriving;
 pub use control::{Control, ControlError, Status};
@@ -30,4 +32,5 @@ pub use heart::INTERVAL as BEAT_INTERVAL;
 pub use server::{ServeError, pass_through, serve};
 pub use supervisor::{Event, Policy, Programs, Supervisor, SupervisorError};
 pub use telling::telling;
+pub use tracking::tracking;
 pub use turn::{Turn, TurnError};

@@ -16,7 +16,8 @@
 use super::folder::FrontFolder;
 use super::message::{message, not_understood, words};
 use super::server::{ServeError, serve};
-use crate::disk::{Disk, Extent, RawDisk, Zeros};
+use super::watched::{WatchedDisk, WriteSink};
+use crate::disk::RawDisk;
 use crate::nbd::{Export, Notice, others_go_on};
 use crate::pulse::elsewhere;
 use std::collections::BTreeSet;
@@ -136,68 +137,12 @@ pub fn telling(
     let spec = folder.spec()?;
     let open = || {
         let disk = RawDisk::open(&spec.image, spec.size)?;
-        let owner = Owner::connect(folder.clone());
-        let disk = Arc::new(ToldDisk { disk, owner });
+        let sink = Owner::connect(folder.clone());
+        let disk = Arc::new(WatchedDisk { disk, sink });
         let name = spec.name;
         Ok(Export { name, disk })
     };
     serve(folder, open, notify)
-}
-
-/// A disk whose writes are reported.
-#[derive(Debug)]
-struct ToldDisk {
-    disk: RawDisk,
-    owner: Owner,
-}
-
-impl ToldDisk {
-    /// Carries out a request, and measures its latency.
-    fn timed<T>(&self, request: impl FnOnce() -> T) -> T {
-        let began = Instant::now();
-        let done = request();
-        self.owner.waited(began.elapsed());
-        done
-    }
-
-    /// Reports a request that was carried out, or failed halfway.
-    fn told(&self, range: Range<u64>, done: io::Result<()>) -> io::Result<()> {
-        self.owner.written(range);
-        done
-    }
-}
-
-impl Disk for ToldDisk {
-    fn size_bytes(&self) -> u64 {
-        self.disk.size_bytes()
-    }
-
-    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
-        self.timed(|| self.disk.read(offset, buffer))
-    }
-
-    fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let done = self.timed(|| self.disk.write(offset, bytes));
-        self.told(offset..offset.saturating_add(bytes.len() as u64), done)
-    }
-
-    fn flush(&self) -> io::Result<()> {
-        self.disk.flush()
-    }
-
-    fn zero(&self, range: Range<u64>, zeros: Zeros) -> io::Result<()> {
-        let done = self.disk.zero(range.clone(), zeros);
-        self.told(range, done)
-    }
-
-    fn discard(&self, range: Range<u64>) -> io::Result<()> {
-        let done = self.disk.discard(range.clone());
-        self.told(range, done)
-    }
-
-    fn extents(&self, range: Range<u64>, count_max: usize) -> io::Result<Vec<Extent>> {
-        self.disk.extents(range, count_max)
-    }
 }
 
 /// The owner, while it is connected.
@@ -255,8 +200,34 @@ impl Owner {
         }
     }
 
+    /// Makes the record; no unreported write completes before that.
+    fn mark(&self) {
+        let mut marked = lock(&self.marked);
+        while !*marked {
+            match self.folder.note_fallback() {
+                Ok(()) => *marked = true,
+                Err(_) => elsewhere(|| thread::sleep(MARK_AGAIN)),
+            }
+        }
+    }
+}
+
+impl WriteSink for Owner {
+    // A report before the write would let the engine send the old content.
+    fn begins(&self, _: &Range<u64>) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Reports a write. Returns when it may complete.
+    fn done(&self, bytes: Range<u64>) {
+        let told = self.line.as_ref().is_some_and(|line| line.written(bytes));
+        if !told {
+            self.mark();
+        }
+    }
+
     /// Records the latency of a request.
-    fn waited(&self, took: Duration) {
+    fn took(&self, took: Duration) {
         let Some(line) = self.line.as_ref().filter(|_| took >= FROM_MEMORY) else {
             return;
         };
@@ -276,25 +247,6 @@ impl Owner {
         };
         drop(waits);
         line.waited(requests, together);
-    }
-
-    /// Reports a write. Returns when it may complete.
-    fn written(&self, bytes: Range<u64>) {
-        let told = self.line.as_ref().is_some_and(|line| line.written(bytes));
-        if !told {
-            self.mark();
-        }
-    }
-
-    /// Makes the record; no unreported write completes before that.
-    fn mark(&self) {
-        let mut marked = lock(&self.marked);
-        while !*marked {
-            match self.folder.note_fallback() {
-                Ok(()) => *marked = true,
-                Err(_) => elsewhere(|| thread::sleep(MARK_AGAIN)),
-            }
-        }
     }
 }
 
@@ -410,7 +362,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk::ExportSize;
+    use crate::disk::{Disk, ExportSize, Zeros};
     use crate::front::FrontSpec;
     use crate::nbd::ExportName;
     use std::fs::File;
@@ -434,6 +386,7 @@ mod tests {
             name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
             qemu_uid: None,
             arriving: false,
+            tracked: false,
             fetched: None,
         };
         let front = FrontFolder::create(&folder.path().join("f"), &spec).unwrap();
@@ -446,13 +399,13 @@ mod tests {
     }
 
     impl Fixture {
-        fn disk(&self, answers: bool) -> (Arc<ToldDisk>, UnixStream) {
+        fn disk(&self, answers: bool) -> (Arc<WatchedDisk<Owner>>, UnixStream) {
             let opened = thread::scope(|scope| {
                 let open = scope.spawn(|| {
                     let spec = self.front.spec().unwrap();
-                    Arc::new(ToldDisk {
+                    Arc::new(WatchedDisk {
                         disk: RawDisk::open(&spec.image, spec.size).unwrap(),
-                        owner: Owner::connect(self.front.clone()),
+                        sink: Owner::connect(self.front.clone()),
                     })
                 });
                 let (mut owner, _) = self.listener.accept().unwrap();
@@ -460,7 +413,7 @@ mod tests {
                 owner.write_all(&begin.to_bytes()).unwrap();
                 (open.join().unwrap(), owner)
             });
-            assert!(opened.0.owner.line.is_some());
+            assert!(opened.0.sink.line.is_some());
             opened
         }
     }
@@ -542,11 +495,11 @@ mod tests {
     fn how_long_requests_take_is_told_now_and_then() {
         let fixture = fixture();
         let (disk, mut owner) = fixture.disk(false);
-        disk.owner.waited(FROM_MEMORY / 2);
-        disk.owner.waited(FROM_MEMORY * 10);
+        disk.sink.took(FROM_MEMORY / 2);
+        disk.sink.took(FROM_MEMORY * 10);
         thread::sleep(WAITED_EVERY);
-        disk.owner.waited(FROM_MEMORY / 2);
-        disk.owner.waited(FROM_MEMORY * 20);
+        disk.sink.took(FROM_MEMORY / 2);
+        disk.sink.took(FROM_MEMORY * 20);
         let (mut all, mut time) = (0, Duration::ZERO);
         while all < 2 {
             // Both at once, unless the test was held up.
@@ -560,7 +513,7 @@ mod tests {
         assert_eq!((all, time), (2, FROM_MEMORY * 30));
         drop(owner);
         thread::sleep(WAITED_EVERY);
-        disk.owner.waited(FROM_MEMORY);
+        disk.sink.took(FROM_MEMORY);
         assert!(!fixture.front.fell_back(), "it has missed no write");
     }
 
@@ -595,9 +548,9 @@ mod tests {
         let fixture = fixture();
         drop(fixture.listener);
         let spec = fixture.front.spec().unwrap();
-        let disk = ToldDisk {
+        let disk = WatchedDisk {
             disk: RawDisk::open(&spec.image, spec.size).unwrap(),
-            owner: Owner::connect(fixture.front.clone()),
+            sink: Owner::connect(fixture.front.clone()),
         };
         disk.read(0, &mut [0; 512]).unwrap();
         assert!(!fixture.front.fell_back());

@@ -7,7 +7,7 @@ use longhaul_storage::disk::{Disk, ExportSize, Extent, ImageLock, ImageUse, RawD
 use longhaul_storage::front::{
     BEAT_INTERVAL, Control, FrontFolder, FrontSpec, Policy, Programs, Status,
 };
-use longhaul_storage::front::{Supervisor, pass_through, serve};
+use longhaul_storage::front::{Supervisor, pass_through, serve, tracking};
 use longhaul_storage::nbd::{Export, ExportName};
 use longhaul_storage::pulse;
 use nix::errno::Errno;
@@ -36,6 +36,7 @@ fn a_process_of_a_front_end() {
     let folder = FrontFolder::open(Path::new(&folder));
     let tell = |notice| eprintln!("{notice}");
     match role.to_str().unwrap().split_once(' ') {
+        None if role == "track" => tracking(&folder, tell).unwrap(),
         None => pass_through(&folder, tell).unwrap(),
         Some(("server", how)) => {
             let spec = folder.spec().unwrap();
@@ -115,16 +116,16 @@ impl Disk for Odd {
 }
 
 /// An image, and a disk export of it.
-struct Setting {
+pub(crate) struct Setting {
     _above: TempDir,
-    image: PathBuf,
+    pub(crate) image: PathBuf,
     path: PathBuf,
-    folder: FrontFolder,
+    pub(crate) folder: FrontFolder,
     control: Control,
 }
 
 impl Setting {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::made(|above| above.join("image"))
     }
 
@@ -144,6 +145,7 @@ impl Setting {
             name: ExportName::new(NAME.to_owned()).unwrap(),
             qemu_uid: None,
             arriving: false,
+            tracked: false,
             fetched: None,
         };
         let path = above.path().join("front");
@@ -157,14 +159,14 @@ impl Setting {
         }
     }
 
-    fn supervisor(&self, server: &str) -> Killed {
+    pub(crate) fn supervisor(&self, server: &str) -> Killed {
         let mut program = process(&format!("supervisor {server}"));
         let child = program.env(FOLDER, &self.path).stdout(Stdio::null());
         Killed(child.spawn().unwrap())
     }
 
     /// Returns the server, once it is another one than the given one.
-    fn server_after(&self, before: Option<u32>) -> u32 {
+    pub(crate) fn server_after(&self, before: Option<u32>) -> u32 {
         let mut found = None;
         wait_until(|| {
             found = self.control.status().ok().and_then(|now| now.server_pid);
@@ -177,7 +179,7 @@ impl Setting {
         self.control.status().unwrap()
     }
 
-    fn client(&self) -> Client {
+    pub(crate) fn client(&self) -> Client {
         wait_until(|| self.folder.socket().exists());
         Client::ready_at(&self.folder.socket())
     }
@@ -189,7 +191,7 @@ impl Setting {
     }
 
     /// Ends the export, and all processes that a failing test would leave.
-    fn stop(&self, supervisor: &mut Killed) {
+    pub(crate) fn stop(&self, supervisor: &mut Killed) {
         let last = self.control.stop().unwrap();
         assert_eq!((last.server_pid, last.locked), (None, false));
         assert!(supervisor.0.wait().unwrap().success());
@@ -199,7 +201,7 @@ impl Setting {
 }
 
 /// A process that ends with the test.
-struct Killed(Child);
+pub(crate) struct Killed(pub(crate) Child);
 
 impl Drop for Killed {
     fn drop(&mut self) {
@@ -208,7 +210,7 @@ impl Drop for Killed {
     }
 }
 
-fn signal(pid: u32, signal: Signal) {
+pub(crate) fn signal(pid: u32, signal: Signal) {
     kill(Pid::from_raw(pid as i32), signal).unwrap();
 }
 

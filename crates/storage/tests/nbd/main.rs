@@ -15,4 +15,5 @@ mod hostile;
 mod locks;
 mod requests;
 mod tools;
+mod tracking;
 mod waiting;

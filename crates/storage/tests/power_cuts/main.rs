@@ -1,6 +1,6 @@
-//! Cuts the power below journals, rights and masks of arriving disks, 100000 times: everything that
-//! was acknowledged must be there afterwards. Then suppresses one sync after the other, which each
-//! time must be detected.
+//! Cuts the power below journals, rights, masks of arriving disks and tracked writes, 100000 times:
+//! everything that was acknowledged must be there afterwards. Then suppresses one sync after the
+//! other, which each time must be detected.
 //!
 //! `LONGHAUL_SEED=N` begins with the script of that seed.
 #![allow(
@@ -16,6 +16,7 @@ mod masks;
 mod random;
 mod script;
 mod simulated;
+mod tracking;
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -23,7 +24,7 @@ use std::time::Instant;
 const CUTS: u64 = 100_000;
 const SEED: u64 = 20_260_801;
 /// Every sync that the code requests.
-const SYNCS: [&str; 11] = [
+const SYNCS: [&str; 12] = [
     "the folder's name",
     "the journal's name",
     "the name that was found",
@@ -35,6 +36,7 @@ const SYNCS: [&str; 11] = [
     "the masks",
     "the masks' name",
     "the masks that changed",
+    "the tracked writes",
 ];
 
 #[derive(Default)]
@@ -50,8 +52,9 @@ fn run(seed: u64, suppressed: Option<&'static str>, wrong_max: usize) -> Run {
     let mut run = Run::default();
     while run.cuts < CUTS && run.wrong.len() < wrong_max {
         let seed = seed.wrapping_add(run.scripts);
-        let outcome = match run.scripts % 4 {
+        let outcome = match run.scripts % 5 {
             3 => masks::run(seed, suppressed),
+            4 => tracking::run(seed, suppressed),
             _ => script::run(seed, suppressed),
         };
         run.scripts += 1;
@@ -75,7 +78,8 @@ fn main() {
     let began = Instant::now();
     let all = run(seed, None, 5);
     println!(
-        "power cuts beneath journals, rights and masks: {} in {} scripts from seed {seed}, {:.1} s",
+        "power cuts beneath journals, rights, masks and tracked writes: {} in {} scripts from seed \
+         {seed}, {:.1} s",
         all.cuts,
         all.scripts,
         began.elapsed().as_secs_f64()

@@ -365,7 +365,7 @@ async fn launch(
     let host = &context.parts.config.name;
     let refusal = |error: DestinationQemuError| error.into_refusal(host);
     let bulk = bulk.map_err(|error| (refusal(error.into()), None))?;
-    let disks = Disks::new(&offered.offer, offered.disks, &offered.images);
+    let disks = Disks::new(&offered.offer.regions, offered.disks, &offered.images);
     let content = (disks, std::mem::take(&mut offered.kept));
     let bases = std::mem::take(&mut offered.bases);
     let launched = DestinationQemu::launch(context, &offered.offer, content, bases, admission);

@@ -82,7 +82,7 @@ impl Fetch {
         self.bulk = Some(tokio::spawn(async move {
             match bulk.accept().await {
                 Ok(bulk) => receive_from(&receiving, epoch, bulk).await,
-                Err(error) => BulkEnd::Lost(error),
+                Err(error) => BulkEnd::Lost(error.into()),
             }
         }));
         Ok(())

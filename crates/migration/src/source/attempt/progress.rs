@@ -25,9 +25,9 @@ impl SourceAttempt {
     /// Adds the bytes of a session that has ended to the total.
     pub(crate) fn keep_wire_bytes(&mut self, session: &Session) {
         if let Some(line) = &session.line {
-            let stats = line.bulk.stats();
-            self.wire_bytes.0 += stats.wire_bytes_sent;
-            self.wire_bytes.1 += stats.wire_bytes_received;
+            let stats = line.carrier.stats();
+            self.wire_bytes.0 += stats.sent_bytes;
+            self.wire_bytes.1 += stats.received_bytes;
         }
     }
 
@@ -36,10 +36,9 @@ impl SourceAttempt {
             .session
             .as_ref()
             .and_then(|session| session.line.as_ref())
-            .map(|line| line.bulk.stats());
-        let (sent, received) = line.map_or((0, 0), |stats| {
-            (stats.wire_bytes_sent, stats.wire_bytes_received)
-        });
+            .map(|line| line.carrier.stats());
+        let (sent, received) =
+            line.map_or((0, 0), |stats| (stats.sent_bytes, stats.received_bytes));
         (self.wire_bytes.0 + sent, self.wire_bytes.1 + received)
     }
 
@@ -86,7 +85,7 @@ impl SourceAttempt {
             .session
             .as_ref()
             .and_then(|session| session.line.as_ref())
-            .map(|line| line.bulk.stats());
+            .map(|line| line.carrier.stats());
         let (sent_bytes, _) = self.wire_bytes_now();
         let blocks = sent.blocks();
         let awaits_bases = self.is_launching() && self.awaits_bases();

@@ -1,5 +1,6 @@
 //! The dirty bitmap of an arriving disk's missing blocks in a file: one copy is durable, and one
-//! only has to outlive processes.
+//! only has to outlive processes. The record of [tracked writes](super::super::tracking) has the
+//! same format; there, a bit that is set means that the block is unchanged.
 //!
 //! ```text
 //! "LHMASKS1" | region: u64 | blocks: u64 | boot: 16 bytes | 24 bytes of 0
@@ -263,7 +264,12 @@ impl MaskFile {
 
     /// Makes the set masks durable.
     pub fn sync(&self) -> io::Result<()> {
-        self.0.sync_content("the masks that changed")
+        self.sync_as("the masks that changed")
+    }
+
+    /// Makes the set masks durable, under this name in errors.
+    pub(crate) fn sync_as(&self, what: &'static str) -> io::Result<()> {
+        self.0.sync_content(what)
     }
 }
 

@@ -54,6 +54,7 @@ impl Fixture {
             name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
             qemu_uid: None,
             arriving: true,
+            tracked: false,
             fetched: None,
         };
         let folder = FrontFolder::create(&root.path().join("f"), &spec).unwrap();

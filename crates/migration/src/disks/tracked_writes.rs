@@ -1,0 +1,228 @@
+//! Exports below the disks of a guest that does not move, which record its writes
+//! ([`longhaul_storage::front::tracking`]) until an operator ends that, or its QEMU ends.
+//!
+//! An export tracks from the moment that its note says so ([`Tracks`]), which is after it was
+//! inserted below the disk, and until the note says otherwise, which is before it is removed. An
+//! export whose note does not say so is removed like one of a move.
+
+use crate::context::Context;
+use crate::disks::export_notes::FrontError;
+use crate::disks::exports::{self, Noted};
+use crate::status::registry::Taken;
+use longhaul_hypervisor::process::{Process, ProcessId};
+use longhaul_storage::front::tracking::Changed;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Whose writes an export tracks.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Tracks {
+    /// The QEMU. Another one of this guest uses the image without the export.
+    qemu: ProcessId,
+    /// Since when, in milliseconds of Unix time.
+    since_unix_ms: u64,
+    /// Whether that QEMU has ended, and with it the export's processes.
+    #[serde(default)]
+    ended: bool,
+}
+
+/// The recorded writes to one disk.
+#[derive(Debug)]
+pub(crate) struct TrackedDisk {
+    pub(crate) disk: String,
+    pub(crate) since_unix_ms: u64,
+    /// The QEMU whose writes are recorded.
+    pub(crate) qemu: ProcessId,
+    pub(crate) changed: Changed,
+}
+
+/// Returns the exports that track a guest's writes, or have done so until its QEMU ended.
+pub(crate) fn exports_of(state: &Path, guest: &str) -> io::Result<Vec<Noted>> {
+    let notes = exports::notes(state, guest)?.into_iter();
+    Ok(notes.filter(Noted::tracks).collect())
+}
+
+/// Returns the recorded writes of a guest, by disk. Empty if they are not tracked.
+pub(crate) fn read(state: &Path, guest: &str) -> io::Result<Vec<TrackedDisk>> {
+    let mut found = Vec::new();
+    for noted in exports_of(state, guest)? {
+        let changed = Changed::of(&noted.folder()).map_err(io::Error::other)?;
+        let Some(tracks) = noted.note.tracks else {
+            continue;
+        };
+        found.push(TrackedDisk {
+            disk: noted.note.disk,
+            since_unix_ms: tracks.since_unix_ms,
+            qemu: tracks.qemu,
+            changed,
+        });
+    }
+    Ok(found)
+}
+
+impl Noted {
+    /// Returns whether the export tracks writes, or has done so until its guest's QEMU ended.
+    pub(crate) fn tracks(&self) -> bool {
+        self.note.tracks.is_some()
+    }
+
+    /// Returns whether the QEMU whose writes were tracked has ended, and the export with it.
+    pub(crate) fn has_ended(&self) -> bool {
+        let tracks = self.note.tracks.as_ref();
+        tracks.is_some_and(|tracks| tracks.ended)
+    }
+
+    /// Notes that the export tracks the writes of this QEMU from now on. It is below the disk.
+    pub(crate) fn begin_tracking(
+        &mut self,
+        qemu: &ProcessId,
+        since_unix_ms: u64,
+    ) -> Result<(), FrontError> {
+        self.note.tracks = Some(Tracks {
+            qemu: qemu.clone(),
+            since_unix_ms,
+            ended: false,
+        });
+        self.write().map_err(|error| self.error(&error))
+    }
+
+    /// Notes that the export tracks nothing more: it is to be removed.
+    pub(crate) fn end_tracking(&mut self) -> Result<(), FrontError> {
+        self.note.tracks = None;
+        self.write().map_err(|error| self.error(&error))
+    }
+
+    /// Keeps the export answering while the QEMU runs, and ends its processes afterwards: they hold
+    /// the image's locks, and nothing more is written through them. The record stays. Returns the
+    /// QEMU if it runs.
+    pub(crate) async fn keep_tracking(&mut self) -> Result<Option<Process>, FrontError> {
+        let tracks = self.note.tracks.as_ref().filter(|tracks| !tracks.ended);
+        let Some(qemu) = tracks.map(|tracks| tracks.qemu.clone()) else {
+            return Ok(None);
+        };
+        let process = Process::open(&qemu).map_err(|error| self.error(&error))?;
+        if process.is_some() {
+            self.keep_answering().await?;
+            return Ok(process);
+        }
+        self.stop().await?;
+        if let Some(tracks) = &mut self.note.tracks {
+            tracks.ended = true;
+        }
+        self.write().map_err(|error| self.error(&error))?;
+        Ok(None)
+    }
+}
+
+impl Context {
+    /// Keeps these exports answering, which track writes. When the QEMU of one ends, the sweeping
+    /// task is woken; `watched` has the exports for which that is certain, by their nodes. Returns
+    /// whether nothing is left to do.
+    pub(super) async fn keep_tracking(
+        self: &Arc<Self>,
+        tracking: Vec<Noted>,
+        watched: &mut BTreeSet<String>,
+    ) -> bool {
+        let mut done = true;
+        for mut noted in tracking {
+            let reserved = self.registry.take(&noted.note.guest, Taken::Locally);
+            // Tracking may have ended since the note was read.
+            let tracks = noted.read_again().is_ok() && noted.tracks();
+            let Ok(_reservation) = reserved else {
+                done = false;
+                continue;
+            };
+            if !tracks {
+                continue;
+            }
+            match noted.keep_tracking().await {
+                Ok(Some(process)) if watched.insert(noted.note.node.clone()) => {
+                    self.wake_when_ended(process);
+                }
+                Ok(_) => {}
+                Err(error) => {
+                    tracing::error!(%error, "an export that tracks writes is not in order");
+                    done = false;
+                }
+            }
+        }
+        done
+    }
+
+    fn wake_when_ended(self: &Arc<Self>, process: Process) {
+        let context = self.clone();
+        tokio::spawn(async move {
+            if let Err(error) = process.ended().await {
+                tracing::error!(%error, "cannot watch a QEMU whose writes are tracked");
+            }
+            context.sweeper.wake();
+        });
+    }
+
+    /// Ends the processes of the exports that have tracked the writes of a reserved guest, if its
+    /// QEMU has ended. They hold the locks of the images.
+    pub(crate) async fn settle_tracking(&self, guest: &str) -> Result<(), FrontError> {
+        let tracking = exports_of(&self.parts.config.state, guest);
+        let tracking = tracking.map_err(|error| FrontError::new("", &error))?;
+        for mut noted in tracking {
+            noted.keep_tracking().await?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disks::exports::tests::{note, write};
+    use longhaul_storage::front::tracking;
+
+    fn tracked(state: &Path, qemu: &ProcessId) -> Noted {
+        let image = Path::new("/srv/web-7.raw");
+        let mut noted = write(state, 0, note("web-7", image));
+        std::fs::create_dir_all(noted.path().join("own")).unwrap();
+        tracking::begin(&noted.folder(), 1 << 20).unwrap();
+        assert!(exports_of(state, "web-7").unwrap().is_empty());
+        noted.begin_tracking(qemu, 7).unwrap();
+        noted
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_record_outlives_the_qemu_and_its_exports_processes() {
+        let state = tempfile::tempdir().unwrap();
+        let state = state.path();
+        let gone = ProcessId {
+            pid: 1,
+            start_ticks: 0,
+            boot_id: "another".to_owned(),
+        };
+        let mut noted = tracked(state, &gone);
+        assert!(!noted.has_ended());
+        assert!(noted.keep_tracking().await.unwrap().is_none());
+        assert!(noted.has_ended());
+        let found = exports_of(state, "web-7").unwrap();
+        assert!(found.len() == 1 && found[0].has_ended());
+        let read = read(state, "web-7").unwrap();
+        assert_eq!(read.len(), 1);
+        assert_eq!((read[0].disk.as_str(), read[0].since_unix_ms), ("vda", 7));
+        assert_eq!((read[0].changed.bytes(), &read[0].qemu), (0, &gone));
+        // Of the guest of that name alone, and not after it is forgotten.
+        assert!(exports_of(state, "web").unwrap().is_empty());
+        noted.end_tracking().unwrap();
+        assert!(exports_of(state, "web-7").unwrap().is_empty());
+    }
+
+    #[test]
+    fn without_its_record_nothing_is_said_about_a_disk() {
+        let state = tempfile::tempdir().unwrap();
+        let state = state.path();
+        let us = ProcessId::of(std::process::id() as i32).unwrap().unwrap();
+        let noted = tracked(state, &us);
+        std::fs::remove_file(noted.folder().tracked_writes()).unwrap();
+        assert!(read(state, "web-7").is_err());
+    }
+}

@@ -1,0 +1,113 @@
+//! Tests the export that tracks writes, as processes that are killed while a client writes.
+
+use crate::client::Client;
+use crate::front::{Killed, Setting, signal};
+use longhaul_storage::front::tracking::{CHUNK_BYTES, Changed, begin};
+use nix::sys::signal::Signal;
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+const CHUNKS: u64 = 64;
+
+struct Tracked {
+    setting: Setting,
+    supervisor: Killed,
+    before: Vec<u8>,
+    /// Chunks of writes that were sent, answered or not.
+    sent: BTreeSet<u64>,
+}
+
+impl Tracked {
+    fn new(server: &str) -> Self {
+        let setting = Setting::new();
+        let image: PathBuf = setting.image.clone();
+        let before: Vec<u8> = (0..CHUNKS * CHUNK_BYTES).map(|n| (n % 253) as u8).collect();
+        std::fs::write(&image, &before).unwrap();
+        begin(&setting.folder, before.len() as u64).unwrap();
+        let supervisor = setting.supervisor(server);
+        Self {
+            setting,
+            supervisor,
+            before,
+            sent: BTreeSet::new(),
+        }
+    }
+
+    fn write(&mut self, client: &mut Client, chunk: u64) {
+        self.sent.insert(chunk);
+        assert_eq!(client.write(0, chunk * CHUNK_BYTES + 77, b"written"), 0);
+    }
+
+    fn recorded(&self) -> BTreeSet<u64> {
+        let changed = Changed::of(&self.setting.folder).unwrap();
+        let chunks = changed
+            .ranges
+            .iter()
+            .flat_map(|range| range.start / CHUNK_BYTES..range.end.div_ceil(CHUNK_BYTES));
+        chunks.collect()
+    }
+
+    /// Compares the record with the image.
+    fn judge(&self) {
+        let recorded = self.recorded();
+        let after = std::fs::read(&self.setting.image).unwrap();
+        for chunk in 0..CHUNKS {
+            let bytes = (chunk * CHUNK_BYTES) as usize..((chunk + 1) * CHUNK_BYTES) as usize;
+            if self.before[bytes.clone()] != after[bytes] {
+                assert!(recorded.contains(&chunk), "chunk {chunk} has changed");
+            }
+        }
+        let more: Vec<_> = recorded.difference(&self.sent).collect();
+        assert!(more.is_empty(), "{more:?} were never written");
+    }
+}
+
+#[test]
+fn writes_are_recorded_without_an_owner_whichever_process_is_killed() {
+    let mut tracked = Tracked::new("track");
+    let mut server = tracked.setting.server_after(None);
+    for round in 0..8 {
+        let mut client = tracked.setting.client();
+        for n in 0..4 {
+            tracked.write(&mut client, (round * 5 + n * 3) % CHUNKS);
+        }
+        tracked.judge();
+        // Requests that are not answered: the server dies in the middle of them.
+        for n in 0..3 {
+            let chunk = (round * 7 + n * 11) % CHUNKS;
+            tracked.sent.insert(chunk);
+            client.request(crate::client::WRITE, 0, chunk * CHUNK_BYTES, 4);
+            client.send(b"lost");
+        }
+        match round % 3 {
+            2 => {
+                tracked.supervisor.0.kill().unwrap();
+                tracked.supervisor.0.wait().unwrap();
+                tracked.supervisor = tracked.setting.supervisor("track");
+            }
+            _ => signal(server, Signal::SIGKILL),
+        }
+        server = tracked.setting.server_after(Some(server));
+        tracked.judge();
+    }
+    assert!(!tracked.setting.folder.fell_back());
+    assert!(tracked.recorded().len() < CHUNKS as usize);
+    tracked.setting.stop(&mut tracked.supervisor);
+    tracked.judge();
+}
+
+#[test]
+fn once_the_fallback_has_answered_everything_has_changed() {
+    let mut tracked = Tracked::new("server stuck");
+    assert_eq!(tracked.recorded(), BTreeSet::new());
+    for _ in 0..2 {
+        let mut client = tracked.setting.client();
+        client.request(crate::client::WRITE, 0, 0, 4);
+        client.send(b"more");
+        assert!(client.is_cut_off(), "it was answered");
+    }
+    let mut client = tracked.setting.client();
+    tracked.write(&mut client, 9);
+    assert_eq!(tracked.recorded().len() as u64, CHUNKS);
+    tracked.setting.stop(&mut tracked.supervisor);
+}

@@ -1,0 +1,174 @@
+//! One script: the tracked writes of a disk, as its export records them, over several lives of the
+//! machine. The image is a file whose sectors reach the disk in any order, like those of the
+//! record: each sector stands for a chunk.
+
+use crate::random::Random;
+use crate::script::Outcome;
+use crate::simulated::{Faults, Simulated};
+use longhaul_storage::files::{Access, Files, OpenFile};
+use longhaul_storage::front::tracking::{CHUNK_BYTES, Changed, WriteMap, begin_in};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+const MAP: &str = "/tracked";
+const IMAGE: &str = "/image";
+const SECTOR: u64 = 512;
+/// A few chunks, or more than one sector of masks.
+const CHUNKS: [u64; 2] = [3, 150];
+const LIFE_MAX: u64 = 40;
+const LIVES_MAX: u64 = 6;
+
+struct Script {
+    random: Random,
+    files: Simulated,
+    faults: Faults,
+    chunks: u64,
+    /// Whether the record was begun, and what may be there before.
+    begun: bool,
+    perhaps: bool,
+    /// Chunks that a write was announced for: only these may have changed.
+    announced: BTreeSet<u64>,
+    log: Vec<String>,
+}
+
+type Step = Result<(), String>;
+
+/// Runs the script of a seed.
+pub fn run(seed: u64, suppressed: Option<&'static str>) -> Outcome {
+    let mut random = Random::new(seed);
+    let files = Simulated::new(random.next(), suppressed);
+    let chunks = CHUNKS[random.below(2) as usize];
+    let mut script = Script {
+        random,
+        files: files.clone(),
+        faults: Faults::default(),
+        chunks,
+        begun: false,
+        perhaps: false,
+        announced: BTreeSet::new(),
+        log: Vec::new(),
+    };
+    let mut cuts = 0;
+    let done = script.lives(&mut cuts);
+    let wrong = done
+        .err()
+        .map(|wrong| format!("{wrong}\n    {}", script.log.join("\n    ")));
+    Outcome {
+        cuts,
+        syncs: files.syncs(),
+        wrong,
+    }
+}
+
+impl Script {
+    fn lives(&mut self, cuts: &mut u64) -> Step {
+        for _ in 0..1 + self.random.below(LIVES_MAX) {
+            self.faults = match self.random.below(4) {
+                0 => Faults {
+                    write_fails: self.random.below(20),
+                    sync_fails: self.random.below(30),
+                    full: false,
+                },
+                _ => Faults::default(),
+            };
+            let operations = 1 + self.random.below(LIFE_MAX);
+            self.files.power_on(operations, self.faults);
+            self.live()?;
+            if self.random.percent(70) {
+                self.files.cut();
+                *cuts += 1;
+                self.log.push("-- the power is cut".to_owned());
+            } else {
+                self.log.push("-- the disk export ends".to_owned());
+            }
+            self.files.power_on(u64::MAX, Faults::default());
+            self.judge()?;
+        }
+        Ok(())
+    }
+
+    fn live(&mut self) -> Step {
+        if !self.begun {
+            self.perhaps = true;
+            let bytes = self.chunks * CHUNK_BYTES;
+            match begin_in(&self.files, Path::new(MAP), bytes) {
+                Ok(()) => self.begun = true,
+                Err(_) => return self.excuse("beginning"),
+            }
+            self.log.push("begun".to_owned());
+        }
+        let Ok(map) = WriteMap::open_in(&self.files, Path::new(MAP)) else {
+            return self.excuse("opening the record");
+        };
+        let Ok(image) = self.files.open(Path::new(IMAGE), Access::Create) else {
+            return self.excuse("opening the image");
+        };
+        while self.files.is_on() {
+            self.write(&map, &*image)?;
+        }
+        Ok(())
+    }
+
+    /// Carries out a write of the guest, to one chunk or two.
+    fn write(&mut self, map: &WriteMap, image: &dyn OpenFile) -> Step {
+        let first = self.random.below(self.chunks);
+        let end = (first + 1 + self.random.below(2)).min(self.chunks);
+        self.announced.extend(first..end);
+        let noted = map.note(&(first * CHUNK_BYTES..end * CHUNK_BYTES - 1));
+        let said = format!("chunks {first}..{end} noted: {}", noted.is_ok());
+        self.log.push(said);
+        if noted.is_err() {
+            return self.excuse("noting");
+        }
+        for chunk in first..end {
+            if image
+                .write_at(chunk * SECTOR, &[1; SECTOR as usize])
+                .is_err()
+            {
+                return self.excuse("writing");
+            }
+        }
+        Ok(())
+    }
+
+    fn excuse(&self, what: &str) -> Step {
+        let Faults {
+            write_fails,
+            sync_fails,
+            ..
+        } = self.faults;
+        match !self.files.is_on() || write_fails > 0 || sync_fails > 0 {
+            true => Ok(()),
+            false => Err(format!("{what} failed")),
+        }
+    }
+
+    /// Compares the record with the image.
+    fn judge(&mut self) -> Step {
+        let changed = match Changed::read_in(&self.files, Path::new(MAP)) {
+            Ok(changed) if self.begun || self.perhaps => changed,
+            // Tracking has never begun.
+            Err(_) if !self.begun => return Ok(()),
+            other => return Err(format!("the record: {other:?}")),
+        };
+        let recorded = |chunk: u64| {
+            let mut ranges = changed.ranges.iter();
+            ranges.any(|range| range.contains(&(chunk * CHUNK_BYTES)))
+        };
+        let image = self.files.open(Path::new(IMAGE), Access::Read);
+        for chunk in 0..self.chunks {
+            let mut content = [0; SECTOR as usize];
+            let read = image
+                .as_ref()
+                .is_ok_and(|image| image.read_at(chunk * SECTOR, &mut content).is_ok());
+            let differs = read && content != [0; SECTOR as usize];
+            if differs && !recorded(chunk) {
+                return Err(format!("chunk {chunk} has changed, which is not recorded"));
+            }
+            if recorded(chunk) && !self.announced.contains(&chunk) {
+                return Err(format!("chunk {chunk} is recorded, and was never written"));
+            }
+        }
+        Ok(())
+    }
+}
