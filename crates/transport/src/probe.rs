@@ -4,7 +4,7 @@ use crate::bulk::{
     BULK_STREAMS_MAX, BulkBinding, BulkOpening, BulkPurpose, BulkReceiver, BulkSender, BulkStats,
     BulkToken,
 };
-use crate::endpoint::{Dial, Endpoint};
+use crate::endpoint::{Candidates, Dial, Endpoint};
 use crate::error::{BulkError, CloseCode, ConnectError, LinkError};
 use crate::rate::RateLimit;
 use crate::tls::ALPN_BULK;
@@ -101,7 +101,8 @@ impl Endpoint {
             alpn: ALPN_BULK,
             limit: RateLimit::new(config.bandwidth_bps),
         };
-        let (link, _) = self.inner.dial_any(&dial, &host.addresses).await?;
+        let candidates = Candidates::configured(&host.addresses);
+        let (link, _) = self.inner.dial_any(&dial, candidates).await?;
         let opening = BulkOpening {
             purpose: BulkPurpose::Probe,
             streams: config.streams.clamp(1, BULK_STREAMS_MAX),
