@@ -5,9 +5,9 @@ mod dial;
 mod listen;
 mod socket;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
-pub(crate) use candidates::Candidates;
+pub(crate) use candidates::{Candidates, canonical};
 pub(crate) use dial::Dial;
 
 use crate::bulk::{BulkOffers, STREAM_WINDOW_BYTES};
@@ -16,11 +16,13 @@ use crate::error::{CloseCode, ConnectError, LinkError};
 use crate::framing::Budget;
 use crate::hello::{HELLO_HEAD_BYTES, Hello};
 use crate::identity::Identity;
+use crate::mux::{Dropped, DroppedDatagrams, Mux};
 use crate::quic::{
     self, CryptoError, HashedConnectionIdGenerator, HmacKey, IdleTimeout, Link, QuicServerConfig,
-    RecvStream, SendStream, TransportConfig, VarInt, WeakConnectionHandle,
+    RecvStream, Runtime, SendStream, TransportConfig, VarInt, WeakConnectionHandle,
 };
 use crate::rate::{LimitedFactory, RateLimit, header_bytes};
+use crate::stun::{self, Reflexive, ReflexiveError};
 use crate::tls::{self, ALPN_CONTROL};
 use crate::trust::{TrustStore, TrustedHost};
 use longhaul_protocol::HostId;
@@ -110,6 +112,8 @@ pub(crate) struct EndpointInner {
     pub(crate) bulk_offers: BulkOffers,
     pub(crate) probed: Arc<AtomicBool>,
     quic: quic::Endpoint,
+    stun: stun::Client,
+    dropped: Arc<Dropped>,
     handshakes: Arc<Semaphore>,
     connections: Mutex<HashMap<HostId, Vec<WeakConnectionHandle>>>,
     budgets: Mutex<HashMap<HostId, Budget>>,
@@ -154,8 +158,15 @@ impl Endpoint {
         // Other kinds of datagrams share the socket, distinguished by their first byte.
         endpoint.grease_quic_bit(false);
         let runtime = Arc::new(quic::TokioRuntime);
-        let quic =
-            quic::Endpoint::new(endpoint, Some(server), socket, runtime).map_err(|e| setup(&e))?;
+        let socket = runtime.wrap_udp_socket(socket).map_err(|e| setup(&e))?;
+        let (socket, stun, dropped) = Mux::new(socket);
+        let quic = quic::Endpoint::new_with_abstract_socket(
+            endpoint,
+            Some(server),
+            Box::new(socket),
+            runtime,
+        );
+        let quic = quic.map_err(|e| setup(&e))?;
         let (sender, accepted) = mpsc::channel(CONTROLS_WAITING);
         let inner = Arc::new(EndpointInner {
             config,
@@ -164,6 +175,8 @@ impl Endpoint {
             bulk_offers: BulkOffers::default(),
             probed: Arc::default(),
             quic,
+            stun,
+            dropped,
             handshakes: Arc::new(Semaphore::new(HANDSHAKES_MAX)),
             connections: Mutex::default(),
             budgets: Mutex::default(),
@@ -238,6 +251,22 @@ impl Endpoint {
         let id = link.peer_id();
         link.close(CloseCode::Done, "only asked who is here");
         id.ok_or_else(|| dial.error(LinkError::Failed("no certificate".to_owned())))
+    }
+
+    /// Returns the address under which the agent at `address` sees this host's socket, over the same
+    /// socket (STUN, RFC 8489). Gives up after 2.5 s. The answer is not authenticated: it may serve
+    /// as a hint, and not as a proof.
+    pub async fn reflexive(&self, address: SocketAddr) -> Result<Reflexive, ReflexiveError> {
+        let socket = self.local_address().map_err(ReflexiveError::Send)?;
+        self.inner
+            .stun
+            .ask(self.inner.mapped(address), socket)
+            .await
+    }
+
+    /// Returns the numbers of datagrams that were received and belong to nothing here.
+    pub fn dropped_datagrams(&self) -> DroppedDatagrams {
+        self.inner.dropped.get()
     }
 
     /// Ends all connections with a host, for example when it is no longer trusted.

@@ -119,7 +119,7 @@ impl EndpointInner {
     }
 
     /// Returns an IPv4 address in the form for a dual-stack socket.
-    fn mapped(&self, address: SocketAddr) -> SocketAddr {
+    pub(super) fn mapped(&self, address: SocketAddr) -> SocketAddr {
         match (address, self.config.listen) {
             (SocketAddr::V4(v4), SocketAddr::V6(_)) => {
                 SocketAddr::new(v4.ip().to_ipv6_mapped().into(), v4.port())

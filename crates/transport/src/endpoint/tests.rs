@@ -8,14 +8,14 @@ use crate::{BulkError, BulkReceiver, CHANNELS_MAX, ChannelError};
 use longhaul_protocol::limits::{CONTROL_MESSAGE_BYTES_MAX, FRAME_BYTES_MAX};
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 
-pub(super) const LONG: Duration = Duration::from_secs(30);
+pub(crate) const LONG: Duration = Duration::from_secs(30);
 
-pub(super) struct Host {
-    pub(super) endpoint: Endpoint,
+pub(crate) struct Host {
+    pub(crate) endpoint: Endpoint,
     _folder: tempfile::TempDir,
 }
 
-pub(super) fn host(handshake_timeout: Duration) -> Host {
+pub(crate) fn host(handshake_timeout: Duration) -> Host {
     let folder = tempfile::tempdir().unwrap();
     let hello = Hello {
         version_min: 1,
@@ -33,7 +33,7 @@ pub(super) fn host(handshake_timeout: Duration) -> Host {
     }
 }
 
-pub(super) fn trust(here: &Host, name: &str, there: &Host) {
+pub(crate) fn trust(here: &Host, name: &str, there: &Host) {
     let entry = TrustedHost {
         name: name.to_owned(),
         id: there.endpoint.host_id(),
@@ -46,7 +46,7 @@ pub(super) fn trust(here: &Host, name: &str, there: &Host) {
     here.endpoint.trust().add(entry).unwrap();
 }
 
-pub(super) fn pair(handshake_timeout: Duration) -> (Host, Host) {
+pub(crate) fn pair(handshake_timeout: Duration) -> (Host, Host) {
     let (bad, good) = (host(LONG), host(handshake_timeout));
     trust(&bad, "good", &good);
     trust(&good, "bad", &bad);
@@ -75,7 +75,7 @@ async fn code_of_end(link: &Link) -> CloseCode {
     }
 }
 
-async fn still_works(bad: &Host, good: &Host) {
+pub(crate) async fn still_works(bad: &Host, good: &Host) {
     let (here, there) = tokio::join!(bad.endpoint.connect("good"), good.endpoint.accept());
     assert!(here.is_ok() && there.is_some());
 }
