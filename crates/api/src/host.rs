@@ -162,4 +162,10 @@ pub struct ProbeResult {
     pub wire_rate_bps: Option<u64>,
     /// Share of packets that were lost, from 0 to 1.
     pub loss: Option<f64>,
+    /// UDP address under which the other host's agent sees this one; null if it does not report it
+    /// (older agents).
+    pub seen_as: Option<String>,
+    /// The same address as this host knows it. If it differs from `seen_as`, a NAT is between the
+    /// hosts. Null if it is not known.
+    pub local_address: Option<String>,
 }
