@@ -253,9 +253,9 @@ impl Endpoint {
         id.ok_or_else(|| dial.error(LinkError::Failed("no certificate".to_owned())))
     }
 
-    /// Returns the address under which the agent at `address` sees this host's socket, over the same
-    /// socket (STUN, RFC 8489). Gives up after 2.5 s. The answer is not authenticated: it may serve
-    /// as a hint, and not as a proof.
+    /// Returns the address under which the agent at `address` sees this host's socket, asked over
+    /// the same socket (STUN, RFC 8489). Gives up after 2.5 s. The answer is not authenticated: it
+    /// may serve as a hint, and not as a proof.
     pub async fn reflexive(&self, address: SocketAddr) -> Result<Reflexive, ReflexiveError> {
         let socket = self.local_address().map_err(ReflexiveError::Send)?;
         self.inner
