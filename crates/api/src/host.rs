@@ -81,7 +81,7 @@ pub struct Trust {
     pub name: String,
     /// Fingerprint of the host, as its own agent shows it.
     pub fingerprint: String,
-    /// UDP addresses of the host's agent, as `host:port`, tried in this order. At least one is
+    /// UDP addresses of the host's agent, as `host:port`, the preferred one first. At least one is
     /// required.
     pub addresses: Vec<String>,
     /// Permissions of the host (default `["query"]`). With an empty list, only this host may query
@@ -105,7 +105,7 @@ pub struct TrustedHost {
     pub name: String,
     /// Fingerprint of the host.
     pub fingerprint: String,
-    /// UDP addresses of the host's agent, as `host:port`, tried in this order.
+    /// UDP addresses of the host's agent, as `host:port`, the preferred one first.
     pub addresses: Vec<String>,
     /// Permissions of the host.
     pub may: Vec<Scope>,
@@ -162,4 +162,10 @@ pub struct ProbeResult {
     pub wire_rate_bps: Option<u64>,
     /// Share of packets that were lost, from 0 to 1.
     pub loss: Option<f64>,
+    /// UDP address under which the other host's agent sees this one; null if it does not report it
+    /// (older agents).
+    pub seen_as: Option<String>,
+    /// The same address as this host knows it. If it differs from `seen_as`, a NAT is between the
+    /// hosts. Null if it is not known.
+    pub local_address: Option<String>,
 }

@@ -1,22 +1,29 @@
 //! Owns the one UDP socket of a host, and the connections made and accepted on it.
 
+mod candidates;
+mod dial;
 mod listen;
 mod socket;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
+
+pub(crate) use candidates::{Candidates, canonical};
+pub(crate) use dial::Dial;
 
 use crate::bulk::{BulkOffers, STREAM_WINDOW_BYTES};
-use crate::control::{CHANNELS_MAX, Control, Peer};
+use crate::control::{Control, Peer};
 use crate::error::{CloseCode, ConnectError, LinkError};
 use crate::framing::Budget;
 use crate::hello::{HELLO_HEAD_BYTES, Hello};
 use crate::identity::Identity;
+use crate::mux::{Dropped, DroppedDatagrams, Mux};
 use crate::quic::{
-    self, CryptoError, HashedConnectionIdGenerator, HmacKey, IdleTimeout, Link, QuicClientConfig,
-    QuicServerConfig, RecvStream, SendStream, TransportConfig, VarInt, WeakConnectionHandle,
+    self, CryptoError, HashedConnectionIdGenerator, HmacKey, IdleTimeout, Link, QuicServerConfig,
+    RecvStream, Runtime, SendStream, TransportConfig, VarInt, WeakConnectionHandle,
 };
 use crate::rate::{LimitedFactory, RateLimit, header_bytes};
-use crate::tls::{self, ALPN_CONTROL, ExpectedServer, SERVER_NAME};
+use crate::stun::{self, Reflexive, ReflexiveError};
+use crate::tls::{self, ALPN_CONTROL};
 use crate::trust::{TrustStore, TrustedHost};
 use longhaul_protocol::HostId;
 use std::collections::HashMap;
@@ -105,18 +112,16 @@ pub(crate) struct EndpointInner {
     pub(crate) bulk_offers: BulkOffers,
     pub(crate) probed: Arc<AtomicBool>,
     quic: quic::Endpoint,
+    stun: stun::Client,
+    dropped: Arc<Dropped>,
     handshakes: Arc<Semaphore>,
     connections: Mutex<HashMap<HostId, Vec<WeakConnectionHandle>>>,
     budgets: Mutex<HashMap<HostId, Budget>>,
+    worked: Mutex<Worked>,
 }
 
-/// The target of a dial, and its parameters.
-pub(crate) struct Dial {
-    pub(crate) expected: Option<HostId>,
-    pub(crate) name: String,
-    pub(crate) alpn: &'static [u8],
-    pub(crate) limit: RateLimit,
-}
+/// The address at which each host answered last.
+type Worked = HashMap<HostId, SocketAddr>;
 
 impl Endpoint {
     /// Binds the socket and starts to listen. Requires a tokio runtime.
@@ -153,8 +158,15 @@ impl Endpoint {
         // Other kinds of datagrams share the socket, distinguished by their first byte.
         endpoint.grease_quic_bit(false);
         let runtime = Arc::new(quic::TokioRuntime);
-        let quic =
-            quic::Endpoint::new(endpoint, Some(server), socket, runtime).map_err(|e| setup(&e))?;
+        let socket = runtime.wrap_udp_socket(socket).map_err(|e| setup(&e))?;
+        let (socket, stun, dropped) = Mux::new(socket);
+        let quic = quic::Endpoint::new_with_abstract_socket(
+            endpoint,
+            Some(server),
+            Box::new(socket),
+            runtime,
+        );
+        let quic = quic.map_err(|e| setup(&e))?;
         let (sender, accepted) = mpsc::channel(CONTROLS_WAITING);
         let inner = Arc::new(EndpointInner {
             config,
@@ -163,9 +175,12 @@ impl Endpoint {
             bulk_offers: BulkOffers::default(),
             probed: Arc::default(),
             quic,
+            stun,
+            dropped,
             handshakes: Arc::new(Semaphore::new(HANDSHAKES_MAX)),
             connections: Mutex::default(),
             budgets: Mutex::default(),
+            worked: Mutex::default(),
         });
         tokio::spawn(listen::listen(inner.clone(), sender));
         Ok(Self {
@@ -190,6 +205,7 @@ impl Endpoint {
     }
 
     /// Opens a control connection to a trusted host, at the first of its addresses that answers.
+    /// They are dialled in parallel, each a little after the one before.
     pub async fn connect(&self, name: &str) -> Result<Control, ConnectError> {
         let host = self.inner.trusted(name)?;
         self.connect_to(host).await
@@ -211,7 +227,8 @@ impl Endpoint {
             alpn: ALPN_CONTROL,
             limit: RateLimit::default(),
         };
-        let (link, address) = self.inner.dial_any(&dial, &host.addresses).await?;
+        let candidates = Candidates::configured(&host.addresses);
+        let (link, address) = self.inner.dial_any(&dial, candidates).await?;
         self.inner.greet(link, host, address, &dial).await
     }
 
@@ -229,10 +246,27 @@ impl Endpoint {
             alpn: ALPN_CONTROL,
             limit: RateLimit::default(),
         };
-        let (link, _) = self.inner.dial_any(&dial, &[address.to_owned()]).await?;
+        let candidates = Candidates::configured(&[address.to_owned()]);
+        let (link, _) = self.inner.dial_any(&dial, candidates).await?;
         let id = link.peer_id();
         link.close(CloseCode::Done, "only asked who is here");
         id.ok_or_else(|| dial.error(LinkError::Failed("no certificate".to_owned())))
+    }
+
+    /// Returns the address under which the agent at `address` sees this host's socket, asked over
+    /// the same socket (STUN, RFC 8489). Gives up after 2.5 s. The answer is not authenticated: it
+    /// may serve as a hint, and not as a proof.
+    pub async fn reflexive(&self, address: SocketAddr) -> Result<Reflexive, ReflexiveError> {
+        let socket = self.local_address().map_err(ReflexiveError::Send)?;
+        self.inner
+            .stun
+            .ask(self.inner.mapped(address), socket)
+            .await
+    }
+
+    /// Returns the numbers of datagrams that were received and belong to nothing here.
+    pub fn dropped_datagrams(&self) -> DroppedDatagrams {
+        self.inner.dropped.get()
     }
 
     /// Ends all connections with a host, for example when it is no longer trusted.
@@ -264,86 +298,6 @@ impl EndpointInner {
     pub(crate) fn trusted(&self, name: &str) -> Result<TrustedHost, ConnectError> {
         let host = self.trust.by_name(name)?;
         host.ok_or_else(|| ConnectError::NotTrusted(name.to_owned()))
-    }
-
-    /// Dials the addresses in order until one answers with the expected identity.
-    pub(crate) async fn dial_any(
-        &self,
-        dial: &Dial,
-        addresses: &[String],
-    ) -> Result<(Link, SocketAddr), ConnectError> {
-        let mut tried = Vec::new();
-        for address in addresses {
-            let resolved = match tokio::net::lookup_host(address).await {
-                Ok(resolved) => resolved.collect::<Vec<_>>(),
-                Err(error) => {
-                    tried.push((address.clone(), error.to_string()));
-                    continue;
-                }
-            };
-            for resolved in resolved {
-                match self.dial(dial, resolved).await {
-                    Ok(link) => return Ok((link, resolved)),
-                    Err(ConnectError::Lost { error, .. }) => {
-                        tried.push((address.clone(), error.to_string()));
-                    }
-                    Err(error) => return Err(error),
-                }
-            }
-        }
-        let name = dial.name.clone();
-        Err(ConnectError::Unreachable { name, tried })
-    }
-
-    pub(crate) async fn dial(
-        &self,
-        dial: &Dial,
-        address: SocketAddr,
-    ) -> Result<Link, ConnectError> {
-        let address = self.mapped(address);
-        let setup = |text: String| dial.error(LinkError::Failed(text));
-        let expected = ExpectedServer::new(dial.expected);
-        let tls = tls::client(&self.identity, expected.clone(), dial.alpn);
-        let tls = tls.map_err(|e| setup(e.to_string()))?;
-        let tls = QuicClientConfig::try_from(tls).map_err(|e| setup(e.to_string()))?;
-        let mut client = quic::ClientConfig::new(Arc::new(tls));
-        let transport = client_transport(&self.config, dial, address);
-        client.transport_config(Arc::new(transport.map_err(setup)?));
-        let connecting = self
-            .quic
-            .connect_with(client, address, SERVER_NAME)
-            .map_err(|e| setup(e.to_string()))?;
-        match tokio::time::timeout(self.config.handshake_timeout, connecting).await {
-            Ok(Ok(connection)) => {
-                let link = Link::new(connection, address);
-                if let Some(id) = link.peer_id() {
-                    self.register(id, &link);
-                }
-                Ok(link)
-            }
-            Ok(Err(error)) => match (dial.expected, expected.found()) {
-                (Some(expected), Some(found)) if expected != found => {
-                    Err(ConnectError::IdentityChanged {
-                        name: dial.name.clone(),
-                        expected,
-                        found,
-                        address: address.to_string(),
-                    })
-                }
-                _ => Err(dial.error(error.into())),
-            },
-            Err(_) => Err(dial.error(LinkError::TimedOut)),
-        }
-    }
-
-    /// Returns an IPv4 address in the form for a dual-stack socket.
-    fn mapped(&self, address: SocketAddr) -> SocketAddr {
-        match (address, self.config.listen) {
-            (SocketAddr::V4(v4), SocketAddr::V6(_)) => {
-                SocketAddr::new(v4.ip().to_ipv6_mapped().into(), v4.port())
-            }
-            _ => address,
-        }
     }
 
     /// Performs the dialler's side of the Hello.
@@ -424,18 +378,6 @@ impl EndpointInner {
     }
 }
 
-impl Dial {
-    pub(crate) fn error(&self, error: LinkError) -> ConnectError {
-        let name = self.name.clone();
-        match error {
-            LinkError::ClosedByPeer { code, reason } => {
-                ConnectError::Refused { name, code, reason }
-            }
-            error => ConnectError::Lost { name, error },
-        }
-    }
-}
-
 async fn send_hello(link: &Link, send: &mut SendStream, hello: &Hello) -> Result<(), LinkError> {
     let sent = send.write_all(&hello.encode()).await;
     sent.map_err(|_| link.lost_or_cut())?;
@@ -493,26 +435,6 @@ fn server_transport(config: &EndpointConfig) -> Result<TransportConfig, String> 
         .receive_window(VarInt::from_u32(OPENING_WINDOW_BYTES))
         .max_concurrent_bidi_streams(VarInt::from_u32(1))
         .max_concurrent_uni_streams(VarInt::from_u32(0));
-    Ok(transport)
-}
-
-/// Returns the dialler's transport configuration: the peer has proved the expected key.
-fn client_transport(
-    config: &EndpointConfig,
-    dial: &Dial,
-    address: SocketAddr,
-) -> Result<TransportConfig, String> {
-    let control = dial.alpn == ALPN_CONTROL;
-    let channels = if control { CHANNELS_MAX } else { 0 };
-    let mut transport = common_transport(config)?;
-    transport
-        .receive_window(VarInt::from_u32(CONTROL_WINDOW_BYTES))
-        .max_concurrent_bidi_streams(VarInt::from_u32(channels))
-        .max_concurrent_uni_streams(VarInt::from_u32(u32::from(!control)))
-        .congestion_controller_factory(Arc::new(LimitedFactory {
-            limit: dial.limit.clone(),
-            header_bytes: header_bytes(address),
-        }));
     Ok(transport)
 }
 

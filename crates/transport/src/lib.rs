@@ -26,10 +26,12 @@ mod files;
 mod framing;
 mod hello;
 mod identity;
+mod mux;
 mod probe;
 mod quic;
 mod rate;
 mod road;
+mod stun;
 mod tls;
 mod trust;
 
@@ -48,7 +50,12 @@ pub use hello::{
     HELLO_BODY_BYTES_MAX, HELLO_MAGIC, Hello, HelloError, Incompatible, SOFTWARE_BYTES_MAX,
 };
 pub use identity::{Identity, IdentityError, KEY_FILE};
+pub use mux::{DatagramKind, DroppedDatagrams, keep_quic};
 pub use probe::{PROBE_TIME_MAX, ProbeConfig, ProbeError, ProbeReport, ProbeSample};
+pub use stun::{
+    BindingAnswer, BindingError, BindingRequest, Reflexive, ReflexiveError, STUN_ANSWER_BYTES_MAX,
+    STUN_BYTES_MAX, StunError, TransactionId, binding_answer,
+};
 pub use trust::{
     ADDRESSES_MAX, Permission, Scope, TRUST_FILE, TRUSTED_HOSTS_MAX, TrustError, TrustStore,
     TrustedHost,

@@ -4,15 +4,18 @@ use crate::bulk::{
     BULK_STREAMS_MAX, BulkBinding, BulkOpening, BulkPurpose, BulkReceiver, BulkSender, BulkStats,
     BulkToken,
 };
-use crate::endpoint::{Dial, Endpoint};
+use crate::endpoint::{Candidates, Dial, Endpoint};
 use crate::error::{BulkError, CloseCode, ConnectError, LinkError};
 use crate::rate::RateLimit;
+use crate::stun::Reflexive;
 use crate::tls::ALPN_BULK;
 use bytes::Bytes;
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use tracing::debug;
 
 /// The maximum duration of a measurement that a receiver accepts.
 pub const PROBE_TIME_MAX: Duration = Duration::from_secs(300);
@@ -69,6 +72,9 @@ pub struct ProbeReport {
     pub wire_bps: u64,
     /// Packets found lost, as a share of those sent.
     pub loss: f64,
+    /// The address under which the other host sees this one; `None` if its agent did not answer
+    /// while the link was measured. Older agents do not.
+    pub reflexive: Option<Reflexive>,
 }
 
 /// Why a measurement failed.
@@ -101,7 +107,8 @@ impl Endpoint {
             alpn: ALPN_BULK,
             limit: RateLimit::new(config.bandwidth_bps),
         };
-        let (link, _) = self.inner.dial_any(&dial, &host.addresses).await?;
+        let candidates = Candidates::configured(&host.addresses);
+        let (link, address) = self.inner.dial_any(&dial, candidates).await?;
         let opening = BulkOpening {
             purpose: BulkPurpose::Probe,
             streams: config.streams.clamp(1, BULK_STREAMS_MAX),
@@ -113,9 +120,24 @@ impl Endpoint {
             },
         };
         let sender = crate::bulk::open(&self.inner, &dial, link, &opening).await?;
-        let measured = measure(&sender, config.duration, watch).await;
+        let mut reflexive = None;
+        let ask = async {
+            match self.reflexive(address).await {
+                Ok(answer) => reflexive = Some(answer),
+                Err(error) => debug!(host = dial.name, %error, "its view of this host is unknown"),
+            }
+            std::future::pending::<Infallible>().await
+        };
+        let measured = tokio::select! {
+            biased;
+            never = ask => match never {},
+            measured = measure(&sender, config.duration, watch) => measured,
+        };
         sender.close(CloseCode::Done, "measured");
-        measured
+        Ok(ProbeReport {
+            reflexive,
+            ..measured?
+        })
     }
 }
 
@@ -171,6 +193,7 @@ async fn measure(
         throughput_late_bps: rate(*half, *last),
         wire_bps: ((end.wire_bytes_sent - idle.wire_bytes_sent) as f64 * 8.0 / elapsed) as u64,
         loss: lost as f64 / sent.max(1) as f64,
+        reflexive: None,
     })
 }
 

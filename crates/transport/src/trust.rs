@@ -67,7 +67,7 @@ pub struct TrustedHost {
     pub name: String,
     /// The only identity accepted under this name.
     pub id: HostId,
-    /// Its addresses: `host:port` each, tried in order.
+    /// Its addresses: `host:port` each, the preferred one first.
     pub addresses: Vec<String>,
     /// Its permissions here.
     pub scope: Scope,

@@ -367,6 +367,22 @@ async fn a_measurement_counts_what_arrived_and_needs_permission() {
     let report = report.unwrap();
     assert!(samples > 0);
     assert!(report.throughput_bps > 0 && report.throughput_bps < 100_000_000);
+    let reflexive = async {
+        loop {
+            // The answer may be late on a busy machine.
+            let report = alpha.endpoint.probe("beta", config, |_| {}).await;
+            if let Ok(ProbeReport {
+                reflexive: Some(seen),
+                ..
+            }) = report
+            {
+                return seen;
+            }
+        }
+    };
+    let seen = tokio::time::timeout(LONG, reflexive).await.unwrap();
+    assert_eq!(seen.address, alpha.address());
+    assert_eq!(seen.local, Some(alpha.address()));
     let send_only = Scope {
         may_query: false,
         may_send_guests: true,

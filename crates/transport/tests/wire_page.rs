@@ -56,8 +56,23 @@ fn the_opening_and_the_header_of_a_stream() {
 }
 
 #[test]
+fn a_question_for_this_hosts_address_and_its_answer() {
+    let request = BindingRequest {
+        transaction: *b"\xb7\xe7\xa7\x01\xbc\x34\xd6\x86\xfa\x87\xdf\xae",
+        fingerprint: true,
+        unknown: Vec::new(),
+    };
+    let bytes = example("Example: a request with a FINGERPRINT");
+    assert_eq!(request.encode(), bytes);
+    let answer = binding_answer(&bytes, "[::ffff:192.0.2.1]:32853".parse().unwrap());
+    assert_eq!(answer, Some(example("The answer to 192.0.2.1, port 32853")));
+}
+
+#[test]
 fn the_limits() {
     for text in [
+        format!("at most {STUN_BYTES_MAX} bytes and 16 attributes"),
+        format!("An answer has at most {STUN_ANSWER_BYTES_MAX} bytes"),
         format!("A message has at most\n{CONTROL_MESSAGE_BYTES_MAX} bytes"),
         format!("of at most {FRAME_BYTES_MAX} bytes"),
         format!("acknowledgements of at most {ACKNOWLEDGEMENT_BYTES_MAX}"),

@@ -174,7 +174,7 @@ pub(crate) struct TrustArgs {
     pub(crate) name: String,
     /// Its fingerprint, as `longhaul host` shows it there
     pub(crate) fingerprint: String,
-    /// Where its agent listens, HOST:PORT; several are tried in turn
+    /// Where its agent listens, HOST:PORT; several are tried together, the first is preferred
     #[arg(required = true, value_name = "ADDRESS")]
     pub(crate) addresses: Vec<String>,
     /// What it may ask of this host

@@ -518,5 +518,9 @@ pub(crate) fn probe_result(host: &str, report: &ProbeReport) -> ProbeResult {
         rate_late_bps: Some(report.throughput_late_bps),
         wire_rate_bps: Some(report.wire_bps),
         loss: Some(report.loss),
+        seen_as: report.reflexive.map(|seen| seen.address.to_string()),
+        local_address: report
+            .reflexive
+            .and_then(|seen| Some(seen.local?.to_string())),
     }
 }

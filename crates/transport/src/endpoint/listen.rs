@@ -86,6 +86,13 @@ async fn receive(
         Err((CloseCode::BadOpening, reason))
     });
     if let Err((code, reason)) = result {
+        // A dialler that needed only the handshake: another address was faster, or it asked for the
+        // identity.
+        if let Some(LinkError::ClosedByPeer { code, .. }) = link.lost()
+            && code == CloseCode::Done
+        {
+            return debug!(%address, "closed before the opening exchange");
+        }
         info!(%address, reason, "refused a connection");
         link.close(code, &reason);
     }

@@ -4,18 +4,18 @@ use super::*;
 use crate::bulk::{BulkBinding, BulkOpening, BulkPurpose, BulkToken, StreamHeader, StreamKind};
 use crate::tls::ALPN_BULK;
 use crate::trust::{Scope, TRUST_FILE};
-use crate::{BulkError, BulkReceiver, ChannelError};
+use crate::{BulkError, BulkReceiver, CHANNELS_MAX, ChannelError};
 use longhaul_protocol::limits::{CONTROL_MESSAGE_BYTES_MAX, FRAME_BYTES_MAX};
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 
-const LONG: Duration = Duration::from_secs(30);
+pub(crate) const LONG: Duration = Duration::from_secs(30);
 
-struct Host {
-    endpoint: Endpoint,
+pub(crate) struct Host {
+    pub(crate) endpoint: Endpoint,
     _folder: tempfile::TempDir,
 }
 
-fn host(handshake_timeout: Duration) -> Host {
+pub(crate) fn host(handshake_timeout: Duration) -> Host {
     let folder = tempfile::tempdir().unwrap();
     let hello = Hello {
         version_min: 1,
@@ -33,7 +33,7 @@ fn host(handshake_timeout: Duration) -> Host {
     }
 }
 
-fn trust(here: &Host, name: &str, there: &Host) {
+pub(crate) fn trust(here: &Host, name: &str, there: &Host) {
     let entry = TrustedHost {
         name: name.to_owned(),
         id: there.endpoint.host_id(),
@@ -46,7 +46,7 @@ fn trust(here: &Host, name: &str, there: &Host) {
     here.endpoint.trust().add(entry).unwrap();
 }
 
-fn pair(handshake_timeout: Duration) -> (Host, Host) {
+pub(crate) fn pair(handshake_timeout: Duration) -> (Host, Host) {
     let (bad, good) = (host(LONG), host(handshake_timeout));
     trust(&bad, "good", &good);
     trust(&good, "bad", &bad);
@@ -75,7 +75,7 @@ async fn code_of_end(link: &Link) -> CloseCode {
     }
 }
 
-async fn still_works(bad: &Host, good: &Host) {
+pub(crate) async fn still_works(bad: &Host, good: &Host) {
     let (here, there) = tokio::join!(bad.endpoint.connect("good"), good.endpoint.accept());
     assert!(here.is_ok() && there.is_some());
 }

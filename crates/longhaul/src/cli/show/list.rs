@@ -272,7 +272,21 @@ pub(crate) fn probe(probe: &ProbeResult) -> Vec<Line> {
             figure::bit_rate(probe.wire_rate_bps)
         )));
     }
+    lines.push(Line::text(seen_as(probe)));
     lines
+}
+
+/// Returns how the other host sees this one.
+fn seen_as(probe: &ProbeResult) -> String {
+    let host = &probe.host;
+    let Some(seen) = &probe.seen_as else {
+        return format!("  how {host} sees this host is unknown: its agent does not report it");
+    };
+    match &probe.local_address {
+        Some(local) if local == seen => format!("  {host} sees this host as {seen}: no NAT"),
+        Some(local) => format!("  {host} sees this host as {seen}: behind a NAT, here {local}"),
+        None => format!("  {host} sees this host as {seen}"),
+    }
 }
 
 #[cfg(test)]
@@ -295,7 +309,12 @@ mod tests {
             120,
         );
         golden::check_lines("migrations_none", &migrations(&[], 0, 80), 80);
-        golden::check_lines("probe", &probe(&sample::probe()), 80);
+        let mut measured = sample::probe();
+        golden::check_lines("probe", &probe(&measured), 80);
+        measured.local_address = measured.seen_as.clone();
+        golden::check_lines("probe_no_nat", &probe(&measured), 80);
+        measured.seen_as = None;
+        golden::check_lines("probe_older_agent", &probe(&measured), 80);
     }
 
     #[test]

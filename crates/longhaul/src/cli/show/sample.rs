@@ -463,5 +463,7 @@ pub(crate) fn probe() -> ProbeResult {
         rate_late_bps: Some(95_100_000),
         wire_rate_bps: Some(99_200_000),
         loss: Some(0.0024),
+        seen_as: Some("203.0.113.5:61000".into()),
+        local_address: Some("10.0.0.4:7400".into()),
     }
 }
