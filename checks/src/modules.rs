@@ -38,6 +38,102 @@ pub fn findings(path: &str, text: &str, may: &[&str]) -> Vec<String> {
         .collect()
 }
 
+/// Returns the rings of imports between the files of a package, given by their paths below `src`.
+/// Files that implement one type import each other: rings of a file and files of its folder do not
+/// count. Test code and comments do not count either.
+pub fn rings(files: &[(&str, &str)]) -> Vec<Vec<String>> {
+    let names: Vec<String> = files.iter().map(|(path, _)| name_of(path)).collect();
+    let imported: Vec<BTreeSet<usize>> = files
+        .iter()
+        .map(|(_, text)| {
+            paths(text)
+                .filter_map(|path| resolve(&path, &names))
+                .collect()
+        })
+        .collect();
+    let reach: Vec<BTreeSet<usize>> = (0..files.len())
+        .map(|from| {
+            let (mut reached, mut next) = (BTreeSet::new(), vec![from]);
+            while let Some(at) = next.pop() {
+                next.extend(imported[at].iter().filter(|to| reached.insert(**to)));
+            }
+            reached
+        })
+        .collect();
+    let mut rings = BTreeSet::new();
+    for from in 0..files.len() {
+        let back =
+            |to: &usize| *to != from && reach[from].contains(to) && reach[*to].contains(&from);
+        let mut ring: Vec<String> = (0..files.len())
+            .filter(|to| *to == from || back(to))
+            .map(|at| names[at].clone())
+            .collect();
+        ring.sort();
+        let of_one_type = ring.iter().any(|head| {
+            let inside = format!("{head}::");
+            ring.iter()
+                .all(|name| name == head || name.starts_with(&inside))
+        });
+        if ring.len() > 1 && !of_one_type {
+            rings.insert(ring);
+        }
+    }
+    rings.into_iter().collect()
+}
+
+/// Returns the module of a file.
+fn name_of(path: &str) -> String {
+    let path = path.strip_suffix(".rs").unwrap_or(path);
+    let path = path.strip_suffix("/mod").unwrap_or(path);
+    path.replace('/', "::")
+}
+
+/// Returns the module that a path below `crate::` leads to: the longest that is a file.
+fn resolve(path: &str, names: &[String]) -> Option<usize> {
+    let mut path = path;
+    loop {
+        if let Some(at) = names.iter().position(|name| name == path) {
+            return Some(at);
+        }
+        path = path.rsplit_once("::")?.0;
+    }
+}
+
+/// Returns the paths below `crate::` that a source names, with groups written out.
+fn paths(text: &str) -> impl Iterator<Item = String> + use<> {
+    let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+    let is_code = |line: &&str| !line.trim_start().starts_with("//");
+    let code: String = code.lines().filter(is_code).collect::<Vec<_>>().join(" ");
+    let mut found = Vec::new();
+    for (at, prefix) in code.match_indices("crate::") {
+        let before = code[..at].chars().next_back();
+        if !before.is_some_and(|letter| letter.is_alphanumeric() || "_:$".contains(letter)) {
+            path(&code[at + prefix.len()..], "", &mut found);
+        }
+    }
+    found.into_iter()
+}
+
+/// Reads a path, which may end in a group. Returns what follows it.
+fn path<'a>(text: &'a str, above: &str, found: &mut Vec<String>) -> &'a str {
+    let is_path = |letter: char| letter.is_alphanumeric() || letter == '_' || letter == ':';
+    let text = text.trim_start();
+    let end = text.find(|letter| !is_path(letter)).unwrap_or(text.len());
+    let whole = format!("{above}{}", &text[..end]);
+    let Some(mut rest) = text[end..].strip_prefix('{') else {
+        found.push(whole);
+        return &text[end..];
+    };
+    loop {
+        rest = path(rest, &whole, found).trim_start();
+        match rest.strip_prefix(',') {
+            Some(more) if !more.trim_start().starts_with('}') => rest = more,
+            Some(more) => return more.trim_start().strip_prefix('}').unwrap_or(more),
+            None => return rest.strip_prefix('}').unwrap_or(rest),
+        }
+    }
+}
+
 /// Returns the words of a list that a source uses outside its comments, with their replacements.
 pub fn refused<'a>(text: &str, words: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
     let is_code = |line: &&str| !line.trim_start().starts_with("//");
@@ -73,6 +169,24 @@ mod tests {
         );
         assert!(findings("source/plan.rs", text, &["host", "verify"]).is_empty());
         assert_eq!(findings("host/a.rs", "use crate::{x};", &[]).len(), 1);
+    }
+
+    #[test]
+    fn rings_of_imports_are_found() {
+        let ring = [
+            ("a.rs", "use crate::b::{c::{self, D}, E,};"),
+            ("b/mod.rs", "/// [`crate::a`]\n"),
+            ("b/c.rs", "fn f(x: crate::d::X) {}"),
+            ("d.rs", "use crate::a::Y;\n#[cfg(test)]\nuse crate::e::T;"),
+            ("e.rs", "use crate::d::X;"),
+        ];
+        assert_eq!(rings(&ring), [["a", "b::c", "d"]]);
+        let of_one_type = [
+            ("a.rs", "use crate::a::b::f;"),
+            ("a/b.rs", "use crate::a::A;"),
+            ("c.rs", "use crate::a::A;"),
+        ];
+        assert!(rings(&of_one_type).is_empty());
     }
 
     #[test]

@@ -150,6 +150,20 @@ fn the_ends_of_a_migration_do_not_know_each_other() {
 }
 
 #[test]
+fn no_ring_of_files_imports_each_other_in_a_migration() {
+    let files = FILES.iter();
+    let files = files.filter_map(|(path, text)| {
+        Some((path.strip_prefix("crates/migration/src/")?, text.as_str()))
+    });
+    let rings = modules::rings(&files.collect::<Vec<_>>());
+    let findings = rings.into_iter().map(|ring| ring.join(", "));
+    none(
+        findings.collect(),
+        "move what they share to a file of its own",
+    );
+}
+
+#[test]
 fn a_migration_reaches_guests_through_their_manager() {
     assert!(FILES.contains_key(policy::MAKES_MANAGERS));
     let mut findings = Vec::new();

@@ -74,7 +74,7 @@ use tokio::task::JoinHandle;
 
 pub use crate::disks::lazy_base_images::of_guest as coming_bases;
 pub use crate::host::right::{Holder, Right};
-pub use crate::status::changes::Events;
+pub use crate::status::events::Events;
 pub use crate::status::failure::{UNCHANGED, attach as attach_failure};
 pub use crate::status::registry::Reservation;
 
@@ -188,7 +188,7 @@ impl Manager {
     pub async fn shut_down(&self) {
         self.accepting.abort();
         let registry = &self.context.registry;
-        let Some(mut changes) = registry.events() else {
+        let Some(mut changes) = Events::of(registry.shared().clone()) else {
             return;
         };
         let under_way = || {
@@ -330,9 +330,8 @@ impl Manager {
     /// Returns the open migrations and the reserved guests of this host, and then their changes,
     /// until the agent stops.
     pub fn events(&self) -> Result<Events, ApiError> {
-        self.context
-            .registry
-            .events()
+        let shared = self.context.registry.shared().clone();
+        Events::of(shared)
             .ok_or_else(|| ApiError::new(ErrorCode::Unavailable, "the agent is stopping"))
     }
 

@@ -7,7 +7,6 @@
 use crate::context::Context;
 use crate::disks::export_notes::{self, ExportNote, Notes, Unreadable};
 use crate::disks::qcow2;
-use crate::disks::tracked_writes::Tracks;
 use crate::host::notes::{self, NoteStore};
 use crate::host::set_aside::set_aside;
 use crate::status::registry::Taken;
@@ -15,6 +14,7 @@ use longhaul_engine::handover::{Record, Side};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::disk::{self, DiskNodes, Front, InsertError, RemoveError};
 use longhaul_hypervisor::helper::Helper;
+use longhaul_hypervisor::process::ProcessId;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::guest::GuestDescription;
@@ -101,6 +101,19 @@ pub(crate) struct LeftDisk {
     /// The image's identity. None in the note of an older agent.
     #[serde(default)]
     pub(crate) identity: Option<ImageIdentity>,
+}
+
+/// Whose writes an export tracks.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Tracks {
+    /// The QEMU. Another one of this guest uses the image without the export.
+    pub(super) qemu: ProcessId,
+    /// Since when, in milliseconds of Unix time.
+    pub(super) since_unix_ms: u64,
+    /// Whether that QEMU has ended, and with it the export's processes.
+    #[serde(default)]
+    pub(super) ended: bool,
 }
 
 /// Returns the size that QEMU sees of an image, and the locks that QEMU would take on it.

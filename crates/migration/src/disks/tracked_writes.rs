@@ -7,28 +7,14 @@
 
 use crate::context::Context;
 use crate::disks::export_notes::FrontError;
-use crate::disks::exports::{self, Noted};
+use crate::disks::exports::{self, Noted, Tracks};
 use crate::status::registry::Taken;
 use longhaul_hypervisor::process::{Process, ProcessId};
 use longhaul_storage::front::tracking::Changed;
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-
-/// Whose writes an export tracks.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct Tracks {
-    /// The QEMU. Another one of this guest uses the image without the export.
-    qemu: ProcessId,
-    /// Since when, in milliseconds of Unix time.
-    since_unix_ms: u64,
-    /// Whether that QEMU has ended, and with it the export's processes.
-    #[serde(default)]
-    ended: bool,
-}
 
 /// The recorded writes to one disk.
 #[derive(Debug)]

@@ -4,7 +4,7 @@
 //! look        a plan asks: nothing is changed
 //! check       before anything is changed            ─┐
 //! prepare     the destination accepts the move       │
-//! started     the destination launches its QEMU      │ an error ends the attempt: resumed, finished
+//! started     the destination launches its QEMU      │ an error ends the attempt
 //! watch       again and again, while the guest runs  │
 //! stopping    the guest is about to be stopped       │
 //! closed      it is stopped, and QEMU closed its disks

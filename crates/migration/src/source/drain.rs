@@ -4,7 +4,8 @@
 use crate::disks::left_images;
 use crate::source::convergence;
 use crate::source::sender::{Content, Encoding, Line, Sending};
-use crate::source::verify::{Checked, Image, Rest};
+use crate::source::verified_ranges::Checked;
+use crate::source::verify::{Image, Rest};
 use longhaul_api::{Convergence, RegionProgress, Report};
 use longhaul_codec::{BlockId, DigestKey};
 use longhaul_engine::chunk::CHUNK_BLOCKS;

@@ -17,9 +17,11 @@ pub(crate) mod plan;
 pub(crate) mod prepare;
 pub(crate) mod qemu;
 pub(crate) mod recovered;
+pub(crate) mod reply;
 pub(crate) mod retained_qemu;
 pub(crate) mod sender;
 pub(crate) mod tracking;
+pub(crate) mod verified_ranges;
 pub(crate) mod verify;
 pub(crate) mod write_tracker;
 

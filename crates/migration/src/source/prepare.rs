@@ -20,7 +20,7 @@ use crate::source::qemu::SourceQemu;
 use crate::source::recovered::RecoveredSource;
 use crate::source::sender::{Encoding, Sending};
 use crate::source::tracking::refuse_tracked;
-use crate::source::verify::Checked;
+use crate::source::verified_ranges::Checked;
 use crate::status::failure;
 use crate::status::migration::{Entry, Facts};
 use crate::status::registry::{Reservation, Taken};

@@ -7,8 +7,8 @@
 //! afterwards.
 
 use crate::carrier::{CarrierError, FrameSink};
-use crate::source::verify::Checked;
-use crate::source::write_tracker::Reply;
+use crate::source::reply::Reply;
+use crate::source::verified_ranges::Checked;
 use bytes::Bytes;
 use longhaul_api::{CompressionChoice, DeltaCache};
 use longhaul_codec::{

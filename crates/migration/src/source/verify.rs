@@ -3,12 +3,12 @@
 //! the stop. A disk that is drained is compared when the drain is complete.
 
 mod after_switchover;
-mod verified_ranges;
 
 use crate::disks::blocks_of;
 use crate::source::local_disks::LocalDisk;
 use crate::source::qemu::SourceQemu;
 use crate::source::sender::Sending;
+use crate::source::verified_ranges::PIECE_BLOCKS;
 use crate::verify::{BLOCK, Content, DIGESTS_MAX};
 use longhaul_api::VerifyResult;
 use longhaul_codec::{CHUNK_BLOCKS, DigestKey};
@@ -21,7 +21,6 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 pub(crate) use after_switchover::Rest;
-pub(crate) use verified_ranges::{Checked, PIECE_BLOCKS};
 
 /// Largest part of a disk in one question. While the destination answers, it handles no other
 /// message.

@@ -1,6 +1,7 @@
 //! Receives the write reports of a disk's export during a move, and passes them to the engine.
 
 use crate::source::local_disks::LocalDisk;
+use crate::source::reply::Reply;
 use crate::source::sender::Sending;
 use longhaul_engine::strategy::Before;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
@@ -40,25 +41,6 @@ pub(crate) enum WatchError {
         /// The error.
         why: String,
     },
-}
-
-/// A write that waits for its reply to the guest.
-pub(crate) struct Reply {
-    line: mpsc::UnboundedSender<ToServer>,
-    id: u64,
-}
-
-impl Reply {
-    /// Creates the reply to the request that the server on this line has named so.
-    pub(crate) fn new(line: mpsc::UnboundedSender<ToServer>, id: u64) -> Self {
-        Self { line, id }
-    }
-
-    /// Lets the write complete for the guest.
-    pub(crate) fn answer(self) {
-        // A server that is gone has replied already, or its guest repeats the request.
-        let _ = self.line.send(ToServer::Answered(self.id));
-    }
 }
 
 /// The receiver of one disk's write reports, until it is dropped.

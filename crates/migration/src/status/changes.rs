@@ -1,12 +1,10 @@
 //! Tells subscribers of the changes of a registry: its present state first, then each change.
 
-use crate::status::migration::unix_ms;
-use crate::status::registry::Shared;
+use crate::status::time::unix_ms;
 use longhaul_api::{ApiError, Event, HandoverRecord, Migration, Outcome, Phase, Progress, What};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use tokio::sync::broadcast;
-use tokio::sync::broadcast::error::RecvError;
 
 /// Maximum number of changes that a subscriber may be behind.
 const BEHIND_MAX: usize = 256;
@@ -64,7 +62,7 @@ impl Changes {
     }
 }
 
-fn event(sequence: u64, what: What) -> Event {
+pub(crate) fn event(sequence: u64, what: What) -> Event {
     Event {
         sequence,
         unix_ms: unix_ms(),
@@ -75,56 +73,8 @@ fn event(sequence: u64, what: What) -> Event {
 /// A present state, and the changes since.
 #[derive(Debug)]
 pub(crate) struct Subscription {
-    present: VecDeque<Arc<Event>>,
-    changes: broadcast::Receiver<Arc<Event>>,
-}
-
-/// The present state of a registry, and then its changes.
-#[derive(Debug)]
-pub struct Events {
-    shared: Arc<Shared>,
-    /// What was not returned yet.
-    subscription: Subscription,
-    /// The number of the last returned event.
-    seen: u64,
-}
-
-impl Events {
-    /// Subscribes to a registry. Returns `None` if it tells of no change any more.
-    pub(crate) fn of(shared: Arc<Shared>) -> Option<Self> {
-        Some(Self {
-            subscription: shared.subscribe(None)?,
-            shared,
-            seen: 0,
-        })
-    }
-
-    /// Returns the next event, or `None` at the end. A subscriber that is too far behind gets the
-    /// present state again. Safe to cancel.
-    pub async fn next(&mut self) -> Option<Arc<Event>> {
-        loop {
-            if let Some(event) = self.subscription.present.pop_front() {
-                self.seen = event.sequence;
-                return Some(event);
-            }
-            match self.subscription.changes.recv().await {
-                Ok(event) => {
-                    self.seen = event.sequence;
-                    return Some(event);
-                }
-                Err(RecvError::Lagged(missed)) => {
-                    tracing::debug!(missed, "a subscriber of events is too slow");
-                    self.subscription = self.shared.subscribe(Some(self.seen))?;
-                }
-                Err(RecvError::Closed) => return None,
-            }
-        }
-    }
-
-    /// Returns an event that tells that nothing has changed since the last one.
-    pub fn current(&self) -> Event {
-        event(self.seen, What::Current {})
-    }
+    pub(crate) present: VecDeque<Arc<Event>>,
+    pub(crate) changes: broadcast::Receiver<Arc<Event>>,
 }
 
 /// The part of a migration whose change is told. Figures of its progress are not.

@@ -2,14 +2,14 @@
 
 use crate::status::changes::{Notable, NotableDoubt};
 use crate::status::in_doubt::Standing;
-use crate::status::registry::Shared;
+use crate::status::time::unix_ms;
 use longhaul_api::{
     ApiError, Asked, BytesByKind, Cost, DowntimeParts, HandoverRecord, LinkProgress, Migration,
     Outcome, Phase, PhaseTime, Progress, Report, Resolve, Side, Strategy,
 };
 use longhaul_protocol::{Generation, MigrationId};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
 /// Facts that are fixed when a migration begins.
@@ -34,7 +34,7 @@ pub(crate) struct Entry {
     limit: watch::Sender<Option<u64>>,
     resolve: watch::Sender<Option<Resolve>>,
     /// The registry that tells of its changes, once it is in one.
-    listed: OnceLock<Weak<Shared>>,
+    observer: OnceLock<Box<dyn Observer>>,
 }
 
 #[derive(Debug)]
@@ -43,6 +43,12 @@ struct State {
     report: Report,
     phase_began: Duration,
     standing: Option<Standing>,
+}
+
+/// Hears of the changes of a migration.
+pub(crate) trait Observer: std::fmt::Debug + Send + Sync {
+    /// Something of the migration may have changed.
+    fn changed(&self, entry: &Entry);
 }
 
 impl Entry {
@@ -135,7 +141,7 @@ impl Entry {
             cancel: watch::Sender::new(None),
             limit: watch::Sender::new(facts.asked.bandwidth_bps),
             resolve: watch::Sender::new(None),
-            listed: OnceLock::new(),
+            observer: OnceLock::new(),
         }
     }
 
@@ -173,15 +179,15 @@ impl Entry {
         self.id
     }
 
-    /// Notes the registry that it is added to. The first one counts.
-    pub(crate) fn listed_in(&self, registry: Weak<Shared>) {
-        self.listed.get_or_init(|| registry);
+    /// Sets who hears of its changes. The first one counts.
+    pub(crate) fn observe(&self, observer: Box<dyn Observer>) {
+        self.observer.get_or_init(|| observer);
     }
 
-    /// Has the registry tell of what changed. Callers hold no lock.
+    /// Tells the observer of a change. Callers hold no lock.
     fn changed(&self) {
-        if let Some(registry) = self.listed.get().and_then(Weak::upgrade) {
-            registry.changed(self);
+        if let Some(observer) = self.observer.get() {
+            observer.changed(self);
         }
     }
 
@@ -404,10 +410,4 @@ impl State {
         }
         self.phase_began = now;
     }
-}
-
-/// Returns the time, in milliseconds since 1970.
-pub(crate) fn unix_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map(|since| since.as_millis() as u64).unwrap_or(0)
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod archive;
 pub(crate) mod changes;
+pub(crate) mod events;
 pub(crate) mod failure;
 pub(crate) mod guest_clock;
 pub(crate) mod held;
@@ -9,4 +10,5 @@ pub(crate) mod hooks;
 pub(crate) mod in_doubt;
 pub(crate) mod migration;
 pub(crate) mod registry;
+pub(crate) mod time;
 pub(crate) mod usage;

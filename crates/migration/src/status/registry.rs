@@ -1,13 +1,13 @@
 //! The migrations of this host, and the guests that they reserve. Tells subscribers of changes.
 
 use crate::host::lock::lock;
-use crate::status::changes::{Changes, Events, Notable, Subscription};
+use crate::status::changes::{Changes, Notable, Subscription};
 use crate::status::held::HeldGuests;
-use crate::status::migration::Entry;
+use crate::status::migration::{Entry, Observer};
 use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, ReservedBy, Side, What};
 use longhaul_protocol::MigrationId;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 /// Limit on the number of ended migrations in the list.
 const ENDED_MAX: usize = 500;
@@ -118,6 +118,18 @@ impl Known {
     }
 }
 
+/// Passes on the changes of a migration to the registry that it is in.
+#[derive(Debug)]
+struct Teller(Weak<Shared>);
+
+impl Observer for Teller {
+    fn changed(&self, entry: &Entry) {
+        if let Some(shared) = self.0.upgrade() {
+            shared.changed(entry);
+        }
+    }
+}
+
 impl Shared {
     /// Tells subscribers of a migration if they do not know its state.
     pub(crate) fn changed(&self, entry: &Entry) {
@@ -168,7 +180,7 @@ impl Registry {
     /// Adds a migration.
     pub(crate) fn add(&self, entry: Arc<Entry>) {
         let mut known = lock(&self.shared.0);
-        entry.listed_in(Arc::downgrade(&self.shared));
+        entry.observe(Box::new(Teller(Arc::downgrade(&self.shared))));
         let sequence = known.changes.tell(|| event_of(&entry));
         let listed = Listed {
             told: entry.notable(),
@@ -179,9 +191,9 @@ impl Registry {
         known.remove_excess();
     }
 
-    /// Subscribes to changes. Returns `None` after the end of events.
-    pub(crate) fn events(&self) -> Option<Events> {
-        Events::of(self.shared.clone())
+    /// Returns the part that subscriptions use.
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
     }
 
     /// Ends all subscriptions.
@@ -274,6 +286,7 @@ impl Registry {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::status::events::Events;
     use crate::status::migration::Facts;
     use longhaul_api::{Asked, Event, HandoverRecord};
     use longhaul_protocol::Generation;
@@ -370,8 +383,8 @@ mod tests {
         let before = registry.take("db", Taken::Locally).unwrap();
         let entry = entry(ID, Side::Source);
         registry.add(entry.clone());
-        let mut events = registry.events().unwrap();
-        let mut other = registry.events().unwrap();
+        let mut events = Events::of(registry.shared().clone()).unwrap();
+        let mut other = Events::of(registry.shared().clone()).unwrap();
         let moving = registry
             .take("web", Taken::Moving(ID, Side::Source))
             .unwrap();
@@ -395,11 +408,11 @@ mod tests {
         assert_eq!(told(&mut events), expected);
         assert_eq!(told(&mut other), expected, "every subscriber");
         assert_eq!(words(&events.current()), "8 current");
-        let mut late = registry.events().unwrap();
+        let mut late = Events::of(registry.shared().clone()).unwrap();
         assert_eq!(told(&mut late), ["8 snapshot", "8 current"]);
         registry.end_events();
         assert!(next(&mut late).is_none());
-        assert!(registry.events().is_none());
+        assert!(Events::of(registry.shared().clone()).is_none());
     }
 
     #[test]
@@ -407,7 +420,7 @@ mod tests {
         let registry = Registry::default();
         let entry = entry(ID, Side::Source);
         registry.add(entry.clone());
-        let mut events = registry.events().unwrap();
+        let mut events = Events::of(registry.shared().clone()).unwrap();
         assert_eq!(told(&mut events).len(), 3);
         for sent in 0..100 {
             entry.progress(|progress| progress.link.sent_bytes = sent);
@@ -428,7 +441,7 @@ mod tests {
         let entry = entry(ID, Side::Source);
         entry.enter(Phase::HandingOver);
         registry.add(entry.clone());
-        let mut events = registry.events().unwrap();
+        let mut events = Events::of(registry.shared().clone()).unwrap();
         assert_eq!(told(&mut events).len(), 3);
         entry.in_doubt(HandoverRecord::Released, Generation(7));
         entry.end(Outcome::InDoubt, None);
@@ -457,7 +470,7 @@ mod tests {
         let [ended, open] = [1, 2].map(|id| entry(MigrationId([id; 8]), Side::Source));
         registry.add(ended.clone());
         registry.add(open);
-        let mut events = registry.events().unwrap();
+        let mut events = Events::of(registry.shared().clone()).unwrap();
         assert_eq!(told(&mut events).len(), 4);
         ended.end(Outcome::Failed, None);
         for _ in 0..1000 {
@@ -484,7 +497,7 @@ mod tests {
         let [first, second] = [entry(ID, Side::Destination), entry(ID, Side::Destination)];
         registry.add(first.clone());
         registry.add(second.clone());
-        let mut events = registry.events().unwrap();
+        let mut events = Events::of(registry.shared().clone()).unwrap();
         assert_eq!(told(&mut events).len(), 3);
         first.end(Outcome::Failed, None);
         second.enter(Phase::Precopy);
@@ -494,7 +507,7 @@ mod tests {
     #[test]
     fn the_oldest_of_too_many_is_removed() {
         let registry = Registry::default();
-        let mut events = registry.events().unwrap();
+        let mut events = Events::of(registry.shared().clone()).unwrap();
         for number in 0..=u16::try_from(ENDED_MAX).unwrap() {
             let [high, low] = number.to_be_bytes();
             let entry = entry(MigrationId([high, low, 0, 0, 0, 0, 0, 0]), Side::Source);
