@@ -3,13 +3,16 @@
 //!
 //! [`Manager`] is the interface for the API. The modules `source` and `destination` are the two
 //! ends of a migration. They do not import each other. No other module imports either, except
-//! `recovery`, which continues the attempts of an earlier agent, and `both_ends`, which tests the
-//! sender against the receiver. `checks/` enforces this.
+//! `recovery`, which continues the attempts of an earlier agent, `companions`, which lists what
+//! moves along with a guest, and `both_ends`, which tests the sender against the receiver. `checks/`
+//! enforces this.
 //!
 //! | module | owns |
 //! |---|---|
 //! | `source` | planning, sending, and an attempt until the guest has left |
 //! | `destination` | admission, receiving, and an attempt until the guest is complete |
+//! | `companions` | what moves along with a guest: one list for each end |
+//! | `residue` | what moves leave on this host, and its sweeping |
 //! | `disks` | disk exports, destination images, base images, with their durable notes |
 //! | `handover` | the durable records of attempts, and fencing marks |
 //! | `limits` | bandwidth, quotas of peers, shared deduplication |

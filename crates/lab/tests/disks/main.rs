@@ -13,6 +13,7 @@ mod changed;
 mod monitor;
 mod rest;
 mod stage;
+mod tracked;
 
 use longhaul_api::{Outcome, Phase};
 use longhaul_lab::process::wait_until;
