@@ -4,8 +4,8 @@
 //! [`Manager`] is the interface for the API. The modules `source` and `destination` are the two
 //! ends of a migration. They do not import each other. No other module imports either, except
 //! `recovery`, which continues the attempts of an earlier agent, `companions`, which lists what
-//! moves along with a guest, and `both_ends`, which tests the sender against the receiver. `checks/`
-//! enforces this.
+//! moves along with a guest, and `both_ends`, which tests the sender against the receiver.
+//! `checks/` enforces this.
 //!
 //! | module | owns |
 //! |---|---|
