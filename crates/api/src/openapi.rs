@@ -156,9 +156,9 @@ fn describe(operation: Operation) -> Description {
                 "Watch the migrations and reserved guests of this host",
             )
             .gives::<Event>(
-                "One JSON document a line: the present state at once, then every change, and once a \
-                 second that there was none. A client that reads too slowly gets the present state \
-                 again. It ends with the agent.",
+                "One JSON document a line: the present state at once, then every change, and once \
+                 a second that there was none. A client that reads too slowly gets the present \
+                 state again. It ends with the agent.",
             );
             watch.media_type = "application/x-ndjson";
             watch
