@@ -196,12 +196,9 @@ impl Manager {
         };
         let under_way = || {
             let entries = registry.list().into_iter();
-            // A drain may take hours. The next agent continues it.
-            let ends = |entry: &Arc<_>| {
-                let entry: &status::migration::Entry = entry;
-                entry.outcome().is_none() && entry.phase() != Phase::Finishing
-            };
-            entries.filter(ends).collect::<Vec<_>>()
+            entries
+                .filter(|entry| entry.holds_up_a_stop())
+                .collect::<Vec<_>>()
         };
         for entry in under_way() {
             entry.cancel("the agent was stopped");

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::watch;
 
 /// When to sweep again: after this time, or only when the sweeper is woken.
 pub(crate) type Again = Option<Duration>;
@@ -29,24 +30,70 @@ pub(crate) trait Residue: Send + Sync {
 /// as the kind asks for.
 pub(crate) fn sweep(context: &Arc<Context>, residues: Vec<Box<dyn Residue>>) {
     for residue in residues {
-        let context = context.clone();
-        let mut woken = context.sweeper.woken();
-        tokio::spawn(async move {
-            loop {
-                woken.mark_unchanged();
-                let again = residue.sweep(&context).await;
-                let pause = async {
-                    match again {
-                        Some(pause) => tokio::time::sleep(pause).await,
-                        None => std::future::pending().await,
-                    }
-                };
-                tokio::select! {
-                    () = pause => {}
-                    // The context holds the sender.
-                    _ = woken.changed() => {}
+        let (context, woken) = (context.clone(), context.sweeper.woken());
+        tokio::spawn(keep(woken, async move || residue.sweep(&context).await));
+    }
+}
+
+/// Sweeps one kind, again and again.
+async fn keep(mut woken: watch::Receiver<()>, mut sweep: impl AsyncFnMut() -> Again) {
+    loop {
+        woken.mark_unchanged();
+        let again = sweep().await;
+        let pause = async {
+            match again {
+                Some(pause) => tokio::time::sleep(pause).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = pause => {}
+            woken = woken.changed() => {
+                if woken.is_err() {
+                    return;
                 }
             }
-        });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::sweeper::Sweeper;
+    use std::cell::Cell;
+
+    #[tokio::test(start_paused = true)]
+    async fn however_often_it_is_woken_one_task_sweeps_and_only_as_long_as_it_has_to() {
+        let sweeper = Sweeper::default();
+        let (swept, waits) = (Cell::new(0), Cell::new(true));
+        let sweep = async || {
+            swept.set(swept.get() + 1);
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            waits.get().then_some(Duration::from_secs(2))
+        };
+        let moves = async {
+            // Many moves fail at the same time.
+            (0..100).for_each(|_| sweeper.wake());
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            let first = swept.get();
+            tokio::time::sleep(Duration::from_secs(10)).await;
+            let tried = swept.get() - first;
+            waits.set(false);
+            tokio::time::sleep(Duration::from_secs(10)).await;
+            let last = swept.get();
+            tokio::time::sleep(Duration::from_secs(1000)).await;
+            assert_eq!(swept.get(), last, "nothing is to be swept any more");
+            sweeper.wake();
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            (first, tried, swept.get() - last)
+        };
+        let (first, tried, again) = tokio::select! {
+            () = keep(sweeper.woken(), sweep) => unreachable!("it sweeps for ever"),
+            counts = moves => counts,
+        };
+        assert!((1..=2).contains(&first), "{first}");
+        assert!((4..=6).contains(&tried), "{tried}");
+        assert_eq!(again, 1);
     }
 }

@@ -179,6 +179,12 @@ impl Entry {
         self.id
     }
 
+    /// Returns whether a stopping agent waits for its end. A drain may take hours, and the next
+    /// agent continues it.
+    pub(crate) fn holds_up_a_stop(&self) -> bool {
+        self.outcome().is_none() && self.phase() != Phase::Finishing
+    }
+
     /// Sets who hears of its changes. The first one counts.
     pub(crate) fn observe(&self, observer: Box<dyn Observer>) {
         self.observer.get_or_init(|| observer);
@@ -409,5 +415,29 @@ impl State {
             None => self.report.phases.push(PhaseTime { phase, time_ms }),
         }
         self.phase_began = now;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_drain_does_not_hold_up_an_agent_that_stops() {
+        let entry = Entry::new(Facts {
+            id: MigrationId([7; 8]),
+            guest: "web-7".to_owned(),
+            side: Side::Source,
+            source: "lyon".to_owned(),
+            destination: "paris".to_owned(),
+            asked: Asked::default(),
+        });
+        entry.enter(Phase::Precopy);
+        assert!(entry.holds_up_a_stop());
+        entry.enter(Phase::Finishing);
+        assert!(!entry.holds_up_a_stop());
+        entry.enter(Phase::HandingOver);
+        entry.end(Outcome::Completed, None);
+        assert!(!entry.holds_up_a_stop());
     }
 }
