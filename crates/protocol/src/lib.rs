@@ -19,4 +19,4 @@ pub mod wire;
 pub use id::{
     Attempt, AttemptId, Epoch, Generation, HostId, INCARNATION_BYTES, Incarnation, MigrationId,
 };
-pub use region::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
+pub use region::{BLOCK_SIZE, BlockRange, RegionId, RegionKind, RegionSpec};
