@@ -1,6 +1,7 @@
 //! The destination's side of replication: the version of each block, and whether everything that
 //! was promised has arrived.
 
+use crate::regions::Regions;
 use longhaul_codec::BlockId;
 use longhaul_protocol::limits::{ACKNOWLEDGED_MAX, REGIONS_MAX};
 use longhaul_protocol::message::Acknowledgement;
@@ -14,7 +15,7 @@ const MISSING_MAX: usize = 1 << 20;
 /// A statement of the source that is invalid or exceeds a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DestinationError {
-    /// The regions are not numbered from 0, or are too large to be counted.
+    /// The regions are not numbered one after the other, or are too large to be counted.
     #[error("the list of regions is not one that can be received")]
     Regions,
     /// The sequence number was used before, or is too large.
@@ -45,7 +46,7 @@ struct Region {
 /// The incoming state of one guest.
 #[derive(Debug)]
 pub struct Destination {
-    regions: Vec<Region>,
+    regions: Regions<Region>,
     epoch: Epoch,
     applied_in_epoch: u64,
     unacknowledged: Acknowledgement,
@@ -59,14 +60,20 @@ pub struct Destination {
 }
 
 impl Destination {
-    /// Creates the state before the first frame.
+    /// Creates the state of an offered guest before the first frame. Its regions are numbered from
+    /// 0.
     pub fn new(regions: &[RegionSpec]) -> Result<Self, DestinationError> {
-        let numbered = regions
-            .iter()
-            .enumerate()
-            .all(|(n, spec)| usize::from(spec.id.0) == n);
-        let blocks: u64 = regions.iter().map(|spec| spec.blocks).sum();
-        if !numbered || regions.len() > REGIONS_MAX || blocks >= u64::from(u32::MAX) {
+        match regions.first() {
+            Some(first) if first.id != RegionId(0) => Err(DestinationError::Regions),
+            _ => Self::of_some(regions),
+        }
+    }
+
+    /// Creates the state of a guest of which only these regions arrive, in the drain. Their ids are
+    /// those of the offer, and consecutive.
+    pub fn of_some(specs: &[RegionSpec]) -> Result<Self, DestinationError> {
+        let blocks: u64 = specs.iter().map(|spec| spec.blocks).sum();
+        if specs.len() > REGIONS_MAX || blocks >= u64::from(u32::MAX) {
             return Err(DestinationError::Regions);
         }
         let region = |spec: &RegionSpec| Region {
@@ -77,8 +84,12 @@ impl Destination {
             },
             listed: false,
         };
+        let mut regions = Regions::default();
+        if !specs.iter().all(|spec| regions.push(spec.id, region(spec))) {
+            return Err(DestinationError::Regions);
+        }
         Ok(Self {
-            regions: regions.iter().map(region).collect(),
+            regions,
             epoch: Epoch(1),
             applied_in_epoch: 0,
             unacknowledged: Acknowledgement::default(),
@@ -112,7 +123,7 @@ impl Destination {
     /// Records that blocks of frame `seq` are about to be written. Returns whether none of them was
     /// written before; such blocks are zero where the region starts as zeros.
     pub fn written(&mut self, region: RegionId, range: BlockRange, seq: u64) -> bool {
-        let Some(region_state) = self.regions.get_mut(usize::from(region.0)) else {
+        let Some(region_state) = self.regions.get_mut(region) else {
             return false;
         };
         let mut fresh = region_state.spec.starts_zero && !region_state.spec.durable;
@@ -133,7 +144,7 @@ impl Destination {
     /// Records that the source has listed the missing blocks of a region. Returns the rejected
     /// blocks, which are missing as well.
     pub fn listed(&mut self, region: RegionId) -> Vec<u64> {
-        if let Some(listed) = self.regions.get_mut(usize::from(region.0)) {
+        if let Some(listed) = self.regions.get_mut(region) {
             listed.listed = true;
         }
         let all = (region, 0)..=(region, u64::MAX);
@@ -154,7 +165,7 @@ impl Destination {
     }
 
     fn region(&self, region: RegionId) -> Option<&Region> {
-        self.regions.get(usize::from(region.0))
+        self.regions.get(region)
     }
 
     /// Records that a frame of connection `epoch` was applied, except for the `rejected` blocks.
@@ -266,6 +277,23 @@ mod tests {
             starts_zero: true,
         };
         Destination::new(&[spec]).unwrap()
+    }
+
+    #[test]
+    fn an_offer_begins_at_region_0_and_a_drain_at_its_first_disk() {
+        let disk = |id| RegionSpec {
+            id: RegionId(id),
+            name: "vda".to_owned(),
+            blocks: 4,
+            durable: true,
+            starts_zero: true,
+        };
+        assert!(Destination::new(&[disk(2), disk(3)]).is_err());
+        assert!(Destination::of_some(&[disk(2), disk(4)]).is_err());
+        assert!(Destination::of_some(&[disk(2), disk(2)]).is_err());
+        let destination = Destination::of_some(&[disk(2), disk(3)]).unwrap();
+        let blocks = [0, 1, 2, 3, 4].map(|id| destination.region_blocks(RegionId(id)));
+        assert_eq!(blocks, [None, None, Some(4), Some(4), None]);
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod overwriting;
 pub mod pace;
 mod predict;
 pub mod presence;
+mod regions;
 pub mod remaining;
 mod rhythm;
 mod share;

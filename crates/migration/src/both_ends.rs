@@ -151,7 +151,6 @@ impl Move {
             (MIGRATION, KEY),
             Box::new(GuestContent(guest.clone())),
             Encoding::new(&encoding, BLOCKS[0] * BLOCK_SIZE as u64),
-            ram.len(),
             Checked::of(disk.iter()),
         );
         let folder = tempfile::tempdir().unwrap();

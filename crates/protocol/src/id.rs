@@ -24,6 +24,15 @@ pub struct MigrationId(pub [u8; 8]);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Attempt(pub u32);
 
+/// Identifies one attempt of one migration. Messages carry its fields.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct AttemptId {
+    /// The migration.
+    pub migration: MigrationId,
+    /// Its attempt.
+    pub attempt: Attempt,
+}
+
 /// The number of a connection of one attempt, from 1: data of an older connection is void.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Epoch(pub u32);
@@ -125,6 +134,13 @@ impl fmt::Debug for MigrationId {
     }
 }
 
+/// The migration's id and the attempt's number, such as `00010203ff050607/2`.
+impl fmt::Display for AttemptId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.migration, self.attempt.0)
+    }
+}
+
 impl FromStr for MigrationId {
     type Err = ParseIdError;
 
@@ -145,6 +161,15 @@ mod tests {
         let migration = MigrationId([0, 1, 2, 3, 0xff, 5, 6, 7]);
         assert_eq!(migration.to_string(), "00010203ff050607");
         assert_eq!(migration.to_string().parse(), Ok(migration));
+    }
+
+    #[test]
+    fn the_text_of_an_attempt_names_its_migration() {
+        let id = AttemptId {
+            migration: MigrationId([0, 1, 2, 3, 0xff, 5, 6, 7]),
+            attempt: Attempt(12),
+        };
+        assert_eq!(id.to_string(), "00010203ff050607/12");
     }
 
     #[test]

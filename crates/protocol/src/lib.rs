@@ -16,5 +16,7 @@ pub mod region;
 pub mod units;
 pub mod wire;
 
-pub use id::{Attempt, Epoch, Generation, HostId, INCARNATION_BYTES, Incarnation, MigrationId};
-pub use region::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
+pub use id::{
+    Attempt, AttemptId, Epoch, Generation, HostId, INCARNATION_BYTES, Incarnation, MigrationId,
+};
+pub use region::{BLOCK_SIZE, BlockRange, RegionId, RegionKind, RegionSpec};

@@ -46,7 +46,7 @@ use crate::disk::{List, Missing, OfferedDisk};
 use crate::files::FileClaim;
 use crate::guest::GuestDescription;
 use crate::machine::Machine;
-use crate::{Attempt, BlockRange, Epoch, Generation, MigrationId, RegionId, RegionSpec};
+use crate::{Attempt, AttemptId, BlockRange, Epoch, Generation, MigrationId, RegionId, RegionSpec};
 use serde::{Deserialize, Serialize};
 
 /// A message of the source's agent.
@@ -341,6 +341,16 @@ pub struct Offer {
     pub patience_ms: u32,
     /// Whether the source releases the guest when it stops it.
     pub early_release: bool,
+}
+
+impl Offer {
+    /// Returns the id of the offered attempt.
+    pub fn attempt_id(&self) -> AttemptId {
+        AttemptId {
+            migration: self.migration,
+            attempt: self.attempt,
+        }
+    }
 }
 
 /// A guest that is offered with its disks.

@@ -49,3 +49,23 @@ pub struct RegionSpec {
     /// Whether every block at the destination is zero before the first one arrives.
     pub starts_zero: bool,
 }
+
+/// What a region is the content of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RegionKind {
+    /// A RAM block of the guest's QEMU.
+    Memory,
+    /// The image of a disk.
+    Disk,
+}
+
+impl RegionSpec {
+    /// Returns the kind of the region. On the wire it is not separate: exactly the disks are
+    /// durable.
+    pub fn kind(&self) -> RegionKind {
+        match self.durable {
+            true => RegionKind::Disk,
+            false => RegionKind::Memory,
+        }
+    }
+}

@@ -15,7 +15,7 @@ pub(crate) use sender::{connect, open};
 pub(crate) use wire::OPENING_ANSWER;
 pub use wire::{BulkOpening, BulkPurpose, BulkWireError, StreamHeader, StreamKind};
 
-use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use longhaul_protocol::{AttemptId, Epoch};
 
 /// The maximum number of streams of frames on one bulk connection.
 pub const BULK_STREAMS_MAX: u8 = 64;
@@ -26,13 +26,11 @@ pub(crate) const STREAM_WINDOW_BYTES: u32 = 2_000_000;
 /// How far all streams of a bulk connection together may be ahead of their readers, in bytes.
 pub(crate) const BULK_WINDOW_BYTES: u32 = 32_000_000;
 
-/// The migration, attempt and epoch of a bulk connection. The header of every stream repeats them.
+/// The attempt and epoch of a bulk connection. The header of every stream repeats them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BulkBinding {
-    /// The migration.
-    pub migration: MigrationId,
-    /// Its attempt.
-    pub attempt: Attempt,
+    /// The attempt.
+    pub attempt: AttemptId,
     /// The connection of that attempt.
     pub epoch: Epoch,
 }

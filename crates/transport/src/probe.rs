@@ -10,7 +10,7 @@ use crate::rate::RateLimit;
 use crate::stun::Reflexive;
 use crate::tls::ALPN_BULK;
 use bytes::Bytes;
-use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use longhaul_protocol::{Attempt, AttemptId, Epoch, MigrationId};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -114,8 +114,10 @@ impl Endpoint {
             streams: config.streams.clamp(1, BULK_STREAMS_MAX),
             token: BulkToken::from_bytes([0; 32]),
             binding: BulkBinding {
-                migration: MigrationId([0; 8]),
-                attempt: Attempt(0),
+                attempt: AttemptId {
+                    migration: MigrationId([0; 8]),
+                    attempt: Attempt(0),
+                },
                 epoch: Epoch(0),
             },
         };

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_protocol::limits::{CONTROL_MESSAGE_BYTES_MAX, FRAME_BYTES_MAX};
-use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use longhaul_protocol::{Attempt, AttemptId, Epoch, MigrationId};
 use longhaul_transport::*;
 
 const PAGE: &str = include_str!("../../../docs/wire.md");
@@ -17,8 +17,10 @@ fn example(line: &str) -> Vec<u8> {
 
 fn binding() -> BulkBinding {
     BulkBinding {
-        migration: MigrationId([0xa0, 0xa1, 0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7]),
-        attempt: Attempt(1),
+        attempt: AttemptId {
+            migration: MigrationId([0xa0, 0xa1, 0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7]),
+            attempt: Attempt(1),
+        },
         epoch: Epoch(515),
     }
 }

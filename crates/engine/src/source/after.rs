@@ -43,7 +43,7 @@ impl Source {
         from_chunk: u32,
         entries_max: usize,
     ) -> Result<Option<List>, SourceError> {
-        let found = self.regions.get(usize::from(region.0));
+        let found = self.regions.get(region);
         let range = BlockRange::new(u64::from(from_chunk) * chunk::CHUNK_BLOCKS, 0);
         let found = found.ok_or(SourceError::Unknown { region, range })?;
         if !self.closed {
@@ -186,7 +186,7 @@ impl Source {
         if !wanted && !self.may_send_left() {
             return;
         }
-        for region in &mut self.regions {
+        for region in self.regions.iter_mut() {
             let id = region.spec.id;
             let room = max_blocks - blocks.len();
             let push = |block| blocks.push(BlockId { region: id, block });

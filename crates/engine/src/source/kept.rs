@@ -79,7 +79,7 @@ impl Source {
 
     /// Returns whether a block is sent as a digest alone. Recently written and wanted blocks are
     /// not.
-    pub(super) fn tries(&mut self, region: usize, index: usize) -> bool {
+    pub(super) fn tries(&mut self, region: RegionId, index: usize) -> bool {
         if self.frozen || self.draining || self.whole_blocks >= FOR_NOTHING_MAX {
             return false;
         }
@@ -131,6 +131,6 @@ impl Source {
     }
 
     fn kept_of(&mut self, region: RegionId) -> Option<&mut Kept> {
-        self.regions.get_mut(usize::from(region.0))?.kept.as_mut()
+        self.regions.get_mut(region)?.kept.as_mut()
     }
 }

@@ -22,6 +22,7 @@ use crate::content_index::{ContentIndex, TaggedIndex};
 use crate::gang::Gang;
 use crate::overwriting::Overwriting;
 use crate::predict::{Blocks, Costs, Written};
+use crate::regions::Regions;
 use crate::share::{Share, Turn};
 use crate::stop::{StopRule, Wish};
 use crate::strategy::Strategy;
@@ -49,6 +50,12 @@ pub enum SourceError {
         regions: usize,
         /// Blocks in all of them.
         blocks: u64,
+    },
+    /// The id of a region does not follow that of the region before it.
+    #[error("region {region:?} does not follow the one before it")]
+    Order {
+        /// The region.
+        region: RegionId,
     },
     /// A region or block that is not part of this migration.
     #[error("blocks {range:?} of region {region:?} are not part of this migration")]
@@ -101,9 +108,9 @@ struct Flight {
 /// The outgoing state of one guest.
 pub struct Source {
     stop: StopRule,
-    regions: Vec<Region>,
+    regions: Regions<Region>,
     /// The order in which regions are searched for blocks of a class: seldom written ones first.
-    order: Vec<usize>,
+    order: Vec<RegionId>,
     share: Share,
     /// The balance among blocks that must be there: those of waiting writes, and the others.
     writes: Share,
@@ -183,7 +190,7 @@ impl Source {
         let total = checked(regions.len(), blocks)?;
         let mut source = Self {
             stop: StopRule::new(wish),
-            regions: Vec::with_capacity(regions.len()),
+            regions: Regions::default(),
             order: Vec::new(),
             share: Share::default(),
             writes: Share::of(mirror::BESIDE_WRITES_SHARE, mirror::AHEAD_BLOCKS_MAX),
@@ -223,7 +230,7 @@ impl Source {
         };
         let mut first = 0;
         for spec in regions {
-            source.push(Region::by_passes(spec.clone(), first, strategy));
+            source.push(Region::by_passes(spec.clone(), first, strategy))?;
             first += spec.blocks as u32;
         }
         Ok(source)
@@ -234,21 +241,24 @@ impl Source {
     pub fn add(&mut self, spec: &RegionSpec, strategy: Strategy) -> Result<(), SourceError> {
         let first = self.all_blocks();
         checked(self.regions.len() + 1, first + spec.blocks)?;
-        self.push(Region::by_writes(spec.clone(), first as u32, strategy));
-        Ok(())
+        self.push(Region::by_writes(spec.clone(), first as u32, strategy))
     }
 
-    fn push(&mut self, region: Region) {
+    fn push(&mut self, region: Region) -> Result<(), SourceError> {
+        let id = region.spec.id;
         let at = match region.is_written_late() {
             true => self
                 .order
                 .iter()
-                .take_while(|n| self.regions[**n].is_written_late())
+                .take_while(|id| self.regions[**id].is_written_late())
                 .count(),
             false => self.order.len(),
         };
-        self.order.insert(at, self.regions.len());
-        self.regions.push(region);
+        if !self.regions.push(id, region) {
+            return Err(SourceError::Order { region: id });
+        }
+        self.order.insert(at, id);
+        Ok(())
     }
 
     /// Sets the shares of the link, from 0 to 1, for regions for which the list is enough while
@@ -279,7 +289,7 @@ impl Source {
     /// memory.
     pub fn join(&mut self, gang: Box<dyn Gang>, start: f64) {
         self.gang = Some(gang);
-        for region in &mut self.regions {
+        for region in self.regions.iter_mut() {
             let index = (region.map.len() as f64 * start) as usize;
             region.map.start_at(index);
         }
@@ -290,7 +300,7 @@ impl Source {
     /// Sets whether only wanted blocks of a region may be read now. Once the guest is stopped, all
     /// may be.
     pub fn hold_back(&mut self, region: RegionId, held_back: bool) {
-        if let Some(region) = self.regions.get_mut(usize::from(region.0)) {
+        if let Some(region) = self.regions.get_mut(region) {
             region.held_back = held_back;
         }
     }
@@ -436,9 +446,7 @@ impl Source {
             self.unpin(&flight.pinned);
             self.named_lost(&flight.named);
             for id in &flight.blocks {
-                self.regions[usize::from(id.region.0)]
-                    .map
-                    .lost(id.block as usize, seq);
+                self.regions[id.region].map.lost(id.block as usize, seq);
             }
             self.settle(&flight.blocks);
         }
@@ -492,7 +500,7 @@ impl Source {
     /// Returns whether the destination is known to have these blocks in their current state: none
     /// is pending, held for a pass, or in flight.
     pub fn is_settled(&self, region: RegionId, range: BlockRange) -> bool {
-        let region = self.regions.get(usize::from(region.0));
+        let region = self.regions.get(region);
         region.is_some_and(|it| range.end() <= it.map.len() as u64 && it.is_settled(range))
     }
 
@@ -542,7 +550,7 @@ impl Source {
     // Inside.
 
     fn region(&mut self, id: RegionId, range: BlockRange) -> Result<&mut Region, SourceError> {
-        let region = self.regions.get_mut(usize::from(id.0));
+        let region = self.regions.get_mut(id);
         let region = region.filter(|region| range.end() <= region.map.len() as u64);
         region.ok_or(SourceError::Unknown { region: id, range })
     }

@@ -164,8 +164,8 @@ impl Source {
             if class == Class::Hot && !hot {
                 continue;
             }
-            for at in &self.order {
-                let region = &mut self.regions[*at];
+            for id in &self.order {
+                let region = &mut self.regions[*id];
                 // Late writes have other content, and are counted by frame.
                 let late = region.is_written_late();
                 let waits = region.waits() && class != Class::Wanted && !self.frozen;
@@ -203,7 +203,7 @@ impl Source {
                 Staged::Content(digest) => *digest,
             };
             let index = id.block as usize;
-            let region = &mut self.regions[usize::from(id.region.0)];
+            let region = &mut self.regions[id.region];
             // Wanted blocks, and blocks for a destination where the guest runs, do not rely on its
             // content; nor do promised blocks, since the list does not wait for mismatches.
             let plain = self.draining || region.mirror.is_some() || !region.promised.is_empty();
@@ -224,14 +224,13 @@ impl Source {
             map.sent(index, seq, digest);
             content_blocks += usize::from(digest != ZERO);
             self.whole_blocks = self.whole_blocks.saturating_sub(u64::from(is_whole));
-            let at = usize::from(id.region.0);
             let is_first = base.is_none_or(|base| base == ZERO) && !is_whole;
             decisions.push(if digest == ZERO {
                 self.sent.zero_blocks += 1;
                 Decision::Zero
             } else if let Some(source) = self.find(&digest).filter(|_| looked_up) {
                 self.sent.reference_blocks += 1;
-                let map = &mut self.regions[usize::from(source.region.0)].map;
+                let map = &mut self.regions[source.region].map;
                 map.pin(source.block as usize);
                 // A block that is written again will not match a disk.
                 content_blocks -= usize::from(!map.keeps_digests());
@@ -246,7 +245,7 @@ impl Source {
                     source,
                     digest,
                 }
-            } else if is_first && self.tries(at, index) {
+            } else if is_first && self.tries(id.region, index) {
                 self.sent.kept_blocks += 1;
                 content_blocks -= 1;
                 named.push(*id);
@@ -283,7 +282,7 @@ impl Source {
             self.share.taken(turn, bytes);
         }
         let first = batch.blocks.first();
-        let region = first.map(|id| &self.regions[usize::from(id.region.0)]);
+        let region = first.map(|id| &self.regions[id.region]);
         let counts = region.is_some_and(Region::is_promised);
         let cost = self.costs.of(region.is_some_and(Region::is_written_late));
         // In a whole pass only blocks with content indicate the cost of a written block.
@@ -379,7 +378,7 @@ impl Source {
 
     pub(super) fn unpin(&mut self, pinned: &[BlockId]) {
         for id in pinned {
-            let map = &mut self.regions[usize::from(id.region.0)].map;
+            let map = &mut self.regions[id.region].map;
             map.unpin(id.block as usize);
             map.settle(chunk::of(id.block));
         }
@@ -387,7 +386,7 @@ impl Source {
 
     pub(super) fn arrived(&mut self, seq: u32, flight: &Flight) {
         for id in &flight.blocks {
-            let region = &mut self.regions[usize::from(id.region.0)];
+            let region = &mut self.regions[id.region];
             let global = region.first + id.block as u32;
             let Some(digest) = region.map.acknowledged(id.block as usize, seq) else {
                 continue;
@@ -432,7 +431,7 @@ impl Source {
     /// Records that the destination has the blocks of frame `seq`: writes that waited for them may
     /// complete.
     fn answer_writes(&mut self, seq: u32, blocks: &[BlockId]) {
-        for region in &mut self.regions {
+        for region in self.regions.iter_mut() {
             if let Some(mirror) = &mut region.mirror {
                 mirror.arrived(region.spec.id, blocks, seq, &mut self.answers);
             }
@@ -444,7 +443,7 @@ impl Source {
         let chunk_of = |id: &BlockId| (id.region, chunk::of(id.block));
         for of_chunk in blocks.chunk_by(|one, next| chunk_of(one) == chunk_of(next)) {
             if let Some(id) = of_chunk.first() {
-                let map = &mut self.regions[usize::from(id.region.0)].map;
+                let map = &mut self.regions[id.region].map;
                 map.settle(chunk::of(id.block));
             }
         }

@@ -535,6 +535,36 @@ fn what_a_peer_says_of_chunks_that_are_not_there_is_refused() {
 }
 
 #[test]
+fn a_drain_has_only_the_regions_of_its_disks() {
+    let wish = Wish::downtime(MS * 300);
+    let mut source = Source::new(Strategy::PRECOPY, &[], wish, MS).unwrap();
+    let [first, second] = [RegionId(2), RegionId(3)];
+    for id in [first, second] {
+        source.add(&spec(id, 8), Strategy::POSTCOPY).unwrap();
+    }
+    for region in [first, second, RegionId(5)] {
+        let again = source.add(&spec(region, 8), Strategy::POSTCOPY);
+        assert_eq!(again, Err(SourceError::Order { region }));
+    }
+    source.closed();
+    source.handed_over();
+    assert!(source.wanted(MEMORY, BlockRange::new(0, 1)).is_err());
+    source.wanted(second, BlockRange::new(3, 1)).unwrap();
+    let batch = take(&mut source).unwrap();
+    let wanted = BlockId {
+        region: second,
+        block: 3,
+    };
+    assert_eq!(batch.blocks, [wanted]);
+    acknowledge(&mut source, &batch);
+    let rest = take(&mut source).unwrap();
+    let of = |region| rest.blocks.iter().filter(|id| id.region == region).count();
+    assert_eq!((of(first), of(second)), (8, 7));
+    acknowledge(&mut source, &rest);
+    assert!(source.is_drained());
+}
+
+#[test]
 fn holes_do_not_travel_where_the_disk_starts_as_zero() {
     let mut source = source(Strategy::SHARED, 64);
     let sparse = RegionSpec {

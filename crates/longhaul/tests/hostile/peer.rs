@@ -360,8 +360,7 @@ impl Bad {
         token: &[u8],
     ) -> Result<BulkSender, transport::ConnectError> {
         let binding = BulkBinding {
-            migration: offer.migration,
-            attempt: offer.attempt,
+            attempt: offer.attempt_id(),
             epoch: Epoch(1),
         };
         let token = BulkToken::from_bytes(token.try_into().unwrap());

@@ -5,8 +5,8 @@ use crate::destination::Destination;
 use crate::destination::call::{Call, allows};
 use crate::limits::peer_claims::{self, records};
 use crate::limits::peer_quota::path_of;
+use longhaul_protocol::AttemptId;
 use longhaul_protocol::message::{Answer, AttemptState, Check, ToDestination, ToSource, Verdict};
-use longhaul_protocol::{Attempt, MigrationId};
 use longhaul_transport::{CloseCode, Control, Permission, TrustedHost};
 use std::sync::Arc;
 
@@ -61,11 +61,11 @@ pub(crate) async fn pass(
 ) -> Result<bool, TalkError> {
     match first {
         ToDestination::Query(_) | ToDestination::QueryFiles(_) => query(context, call).await,
-        ToDestination::Resume {
+        &ToDestination::Resume {
             migration, attempt, ..
         }
-        | ToDestination::Ask { migration, attempt } => {
-            inquiry(context, call, *migration, *attempt).await
+        | &ToDestination::Ask { migration, attempt } => {
+            inquiry(context, call, AttemptId { migration, attempt }).await
         }
         _ => Ok(true),
     }
@@ -104,16 +104,16 @@ async fn query(context: &Arc<Destination>, call: &mut Call) -> Result<bool, Talk
 async fn inquiry(
     context: &Arc<Destination>,
     call: &mut Call,
-    migration: MigrationId,
-    attempt: Attempt,
+    id: AttemptId,
 ) -> Result<bool, TalkError> {
+    let AttemptId { migration, attempt } = id;
     let peer = &call.control.peer().host;
     let refuse = |code, reason: &str| {
         tracing::warn!(peer = %peer.name, %migration, reason, "an inquiry is not answered");
         call.control.close(code, reason);
         Ok(false)
     };
-    if context.attempt(migration, attempt, peer.id).is_some() {
+    if context.attempt(id, peer.id).is_some() {
         return Ok(true);
     }
     let preparing = context.allowances.preparing(migration);

@@ -170,8 +170,8 @@ impl DestinationAttempt {
         };
         let state = self.handover.core.attempt_state();
         let resumed = |bulk_token| ToSource::Resumed { bulk_token, state };
-        let attempt = (self.offer.migration, self.offer.attempt);
-        match call.expect_bulk(attempt, epoch, resumed).await {
+        let id = self.offer.attempt_id();
+        match call.expect_bulk(id, epoch, resumed).await {
             Ok(bulk) => {
                 if let Some(away) = self.handover.lost_for() {
                     self.pace.was_away(away);

@@ -2,7 +2,7 @@
 
 use crate::channel::{Receiver, Sender, TalkError};
 use longhaul_protocol::message::{ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use longhaul_protocol::{AttemptId, Epoch};
 use longhaul_transport::{BulkBinding, BulkError, BulkOffer, Control, Permission};
 use std::time::Duration;
 
@@ -31,15 +31,11 @@ impl Call {
     /// Answers with a token for a bulk connection of this epoch.
     pub(crate) async fn expect_bulk(
         &mut self,
-        (migration, attempt): (MigrationId, Attempt),
+        attempt: AttemptId,
         epoch: Epoch,
         answer: impl FnOnce(Vec<u8>) -> ToSource,
     ) -> Result<BulkOffer, ExpectError> {
-        let binding = BulkBinding {
-            migration,
-            attempt,
-            epoch,
-        };
+        let binding = BulkBinding { attempt, epoch };
         let bulk = self.control.offer_bulk(binding, BULK_WITHIN)?;
         let token = bulk.token().to_bytes().to_vec();
         self.sender.send(&answer(token))?;

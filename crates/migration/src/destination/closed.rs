@@ -2,7 +2,7 @@
 
 use crate::handover::ledger::Ledger;
 use crate::host::lock::lock;
-use longhaul_protocol::{Attempt, HostId, MigrationId};
+use longhaul_protocol::{AttemptId, HostId};
 use std::collections::VecDeque;
 use std::sync::Mutex;
 
@@ -13,12 +13,12 @@ const CLOSED_MAX: usize = 256;
 /// question about an attempt that never began: that would make a record that is never removed. A
 /// delayed offer of one of them is refused, since its source would not return for the result.
 #[derive(Default)]
-pub(crate) struct Closed(Mutex<VecDeque<(HostId, MigrationId, Attempt)>>);
+pub(crate) struct Closed(Mutex<VecDeque<(HostId, AttemptId)>>);
 
 impl Closed {
     /// Removes the journal of an attempt that is closed on both sides.
     pub(crate) fn add(&self, source: HostId, ledger: Ledger) {
-        let attempt = (source, ledger.migration, ledger.terms.attempt);
+        let attempt = (source, ledger.attempt_id());
         let mut closed = lock(&self.0);
         closed.truncate(CLOSED_MAX - 1);
         closed.push_front(attempt);
@@ -27,7 +27,7 @@ impl Closed {
     }
 
     /// Returns whether an attempt was closed here recently.
-    pub(crate) fn has(&self, source: HostId, of: (MigrationId, Attempt)) -> bool {
-        lock(&self.0).contains(&(source, of.0, of.1))
+    pub(crate) fn has(&self, source: HostId, attempt: AttemptId) -> bool {
+        lock(&self.0).contains(&(source, attempt))
     }
 }

@@ -10,12 +10,13 @@ use longhaul_codec::{BlockId, BlockWrite, Content};
 use longhaul_engine::destination::Destination;
 use longhaul_engine::presence::{Output, Presence};
 use longhaul_protocol::disk::{Base, DiskFormat, List, OfferedDisk, Pulled, Qcow2};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionSpec};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionKind, RegionSpec};
 use longhaul_storage::disk::qcow2::{self, HEAD_BYTES};
 use longhaul_storage::disk::{Disk as _, RawDisk, Zeros};
 use longhaul_storage::front::FrontFolder;
 use longhaul_storage::front::arriving::masks::Masks;
 use longhaul_storage::front::arriving::unwritten;
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,10 +27,8 @@ pub(crate) const NEWS_MAX: usize = 1 << 16;
 
 /// The disks of an arriving guest, and which of their blocks are here.
 pub(crate) struct Disks {
-    /// The region of the first disk.
-    first: usize,
     epoch: Epoch,
-    disks: Vec<Arriving>,
+    disks: BTreeMap<RegionId, Arriving>,
     failure: Option<String>,
 }
 
@@ -134,18 +133,19 @@ impl Growing {
 }
 
 impl Disks {
-    /// Creates the disks of the durable regions among these, which the source offers.
+    /// Creates the disks among these regions, which the source offers.
     pub(crate) fn new(
         regions: &[RegionSpec],
         offered: &[OfferedDisk],
         disks: &[Arc<RawDisk>],
     ) -> Self {
-        let durable = regions.iter().filter(|region| region.durable);
+        let local = regions.iter();
+        let local = local.filter(|region| region.kind() == RegionKind::Disk);
         let offer_of = |region: &RegionSpec| {
             let mut offered = offered.iter();
             offered.find(|disk| disk.region == region.id)
         };
-        let arriving = durable.zip(disks).map(|(region, disk)| Arriving {
+        let arriving = |region: &RegionSpec, disk: &Arc<RawDisk>| Arriving {
             name: region.name.clone(),
             presence: Presence::new(region.id, region.blocks),
             disk: disk.clone(),
@@ -162,23 +162,21 @@ impl Disks {
             puller: None,
             brought: false,
             syncs: Syncs::default(),
-        });
-        let disks: Vec<Arriving> = arriving.collect();
+        };
+        let disks = local.zip(disks);
+        let disks = disks.map(|(region, disk)| (region.id, arriving(region, disk)));
         Self {
-            first: regions.len() - disks.len(),
             epoch: Epoch(1),
-            disks,
+            disks: disks.collect(),
             failure: None,
         }
     }
 
-    /// Creates the disks of a guest that runs here, beginning with this region. Their exports take
-    /// what arrives.
-    pub(crate) fn pulled(first: RegionId, disks: Vec<Fetched>) -> Self {
-        let first = usize::from(first.0);
-        let disks = (first..).zip(disks).map(|(region, fetched)| Arriving {
+    /// Creates the disks of a guest that runs here. Their exports take what arrives.
+    pub(crate) fn pulled(disks: BTreeMap<RegionId, Fetched>) -> Self {
+        let arriving = |region: RegionId, fetched: Fetched| Arriving {
             name: fetched.name,
-            presence: Presence::new(RegionId(region as u16), fetched.blocks),
+            presence: Presence::new(region, fetched.blocks),
             disk: fetched.disk,
             pulled: true,
             growing: None,
@@ -186,9 +184,10 @@ impl Disks {
             puller: Some(fetched.puller),
             brought: false,
             syncs: Syncs::default(),
-        });
+        };
+        let disks = disks.into_iter();
+        let disks = disks.map(|(region, fetched)| (region, arriving(region, fetched)));
         Self {
-            first,
             epoch: Epoch(1),
             disks: disks.collect(),
             failure: None,
@@ -197,7 +196,7 @@ impl Disks {
 
     /// Sets the folders of the disk exports below disks of which a part may arrive later.
     pub(crate) fn below(&mut self, folders: Vec<FrontFolder>) {
-        let pulled = self.disks.iter_mut().filter(|disk| disk.pulled);
+        let pulled = self.disks.values_mut().filter(|disk| disk.pulled);
         for (disk, folder) in pulled.zip(folders) {
             disk.folder = Some(folder);
         }
@@ -206,7 +205,7 @@ impl Disks {
     /// Hands the lists of missing blocks to the disk exports, durably, and whether blocks that the
     /// guest does not write are to be compared. All other blocks are here.
     pub(crate) fn hand_on(&self, verify: bool) -> Result<(), String> {
-        for disk in &self.disks {
+        for disk in self.disks.values() {
             let Some(folder) = &disk.folder else { continue };
             let failed = |error: &dyn std::fmt::Display| format!("disk {}: {error}", disk.name);
             let (missing, _) = disk.presence.lacks(0, usize::MAX);
@@ -235,39 +234,36 @@ impl Disks {
     }
 
     fn of(&mut self, region: RegionId) -> Option<&mut Arriving> {
-        let n = usize::from(region.0).checked_sub(self.first)?;
-        self.disks.get_mut(n)
+        self.disks.get_mut(&region)
     }
 
     /// Returns the image of a region that is one of these disks.
     pub(crate) fn image(&self, region: RegionId) -> Option<Arc<RawDisk>> {
-        let n = usize::from(region.0).checked_sub(self.first)?;
-        self.disks.get(n).map(|arriving| arriving.disk.clone())
+        let arriving = self.disks.get(&region)?;
+        Some(arriving.disk.clone())
     }
 
     /// Returns the images of all disks, by region.
     pub(crate) fn images(&self) -> impl Iterator<Item = (RegionId, Arc<RawDisk>)> {
-        let region = |n: usize| RegionId((self.first + n) as u16);
-        let disks = self.disks.iter().enumerate();
-        disks.map(move |(n, arriving)| (region(n), arriving.disk.clone()))
+        let disks = self.disks.iter();
+        disks.map(|(region, arriving)| (*region, arriving.disk.clone()))
     }
 
     /// Returns whether a region is one of these disks.
     pub(crate) fn has(&self, region: RegionId) -> bool {
-        usize::from(region.0) >= self.first && !self.disks.is_empty()
+        self.disks.contains_key(&region)
     }
 
     pub(crate) fn connected(&mut self, epoch: Epoch) {
         self.epoch = epoch;
-        for disk in &mut self.disks {
+        for disk in self.disks.values_mut() {
             disk.presence.connected(epoch);
         }
     }
 
     /// Returns whether a block of a frame may be written. Always true for a region that is no disk.
     pub(crate) fn accepts(&self, epoch: Epoch, id: BlockId, seq: u64) -> bool {
-        let n = usize::from(id.region.0).checked_sub(self.first);
-        match n.and_then(|n| self.disks.get(n)) {
+        match self.disks.get(&id.region) {
             // The export decides.
             Some(disk) if disk.puller.is_some() => epoch == self.epoch,
             Some(disk) => disk.presence.accepts(epoch, id.block, seq),
@@ -306,7 +302,7 @@ impl Disks {
 
     /// Waits until everything that the exports were given is on the disks.
     pub(crate) fn settle(&mut self) -> Result<(), String> {
-        for disk in &mut self.disks {
+        for disk in self.disks.values_mut() {
             if let Some(puller) = &disk.puller
                 && std::mem::take(&mut disk.brought)
             {
@@ -379,13 +375,13 @@ impl Disks {
     pub(crate) fn is_listed(&self) -> bool {
         let has_length =
             |disk: &Arriving| disk.growing.as_ref().is_none_or(|it| it.bytes.is_some());
-        let mut disks = self.disks.iter();
+        let mut disks = self.disks.values();
         disks.all(|disk| disk.presence.is_listed() && has_length(disk))
     }
 
     /// Ends writing, and makes everything durable.
     pub(crate) fn seal(&mut self) {
-        for disk in &mut self.disks {
+        for disk in self.disks.values_mut() {
             if let Some(growing) = &disk.growing
                 && let Err(why) = growing.end(&disk.disk, &disk.presence)
             {
@@ -400,18 +396,18 @@ impl Disks {
     /// Makes received content durable once there is enough of it or it is old enough.
     pub(crate) fn tick(&mut self, now: Duration) {
         self.disks
-            .iter_mut()
+            .values_mut()
             .for_each(|disk| disk.presence.tick(now));
     }
 
     /// Returns the next disk to sync.
-    pub(crate) fn poll_sync(&mut self) -> Option<(usize, Arc<RawDisk>)> {
-        for (n, disk) in self.disks.iter_mut().enumerate() {
+    pub(crate) fn poll_sync(&mut self) -> Option<(RegionId, Arc<RawDisk>)> {
+        for (region, disk) in &mut self.disks {
             while let Some(output) = disk.presence.poll() {
                 match output {
                     Output::SyncData => {
                         disk.syncs.began = Some(Instant::now());
-                        return Some((n, disk.disk.clone()));
+                        return Some((*region, disk.disk.clone()));
                     }
                     // `hand_on` stores the masks, once everything has arrived that comes before the
                     // guest runs.
@@ -429,8 +425,8 @@ impl Disks {
     }
 
     /// Takes the result of a sync.
-    pub(crate) fn synced(&mut self, n: usize, done: io::Result<()>) {
-        let Some(disk) = self.disks.get_mut(n) else {
+    pub(crate) fn synced(&mut self, region: RegionId, done: io::Result<()>) {
+        let Some(disk) = self.disks.get_mut(&region) else {
             return;
         };
         disk.syncs.ended();
@@ -444,7 +440,7 @@ impl Disks {
     /// Returns the estimated time of the next sync, of the slowest disk.
     pub(crate) fn sync_time(&self) -> Duration {
         let of_disk = |disk: &Arriving| disk.syncs.next(!disk.presence.is_durable());
-        self.disks.iter().map(of_disk).max().unwrap_or_default()
+        self.disks.values().map(of_disk).max().unwrap_or_default()
     }
 
     /// Returns whether everything that was received is durable; an error if it cannot be made
@@ -452,7 +448,7 @@ impl Disks {
     pub(crate) fn is_settled(&self) -> Result<bool, String> {
         match &self.failure {
             Some(why) => Err(why.clone()),
-            None => Ok(self.disks.iter().all(|disk| disk.presence.is_settled())),
+            None => Ok(self.disks.values().all(|disk| disk.presence.is_settled())),
         }
     }
 }
@@ -504,9 +500,8 @@ mod tests {
         };
         arriving.presence.listed(list).unwrap();
         let disks = Disks {
-            first: 2,
             epoch: Epoch(1),
-            disks: vec![arriving],
+            disks: BTreeMap::from([(REGION, arriving)]),
             failure: None,
         };
         (folder, disks)
@@ -514,8 +509,8 @@ mod tests {
 
     fn sealed(disks: &mut Disks) -> Result<bool, String> {
         disks.seal();
-        while let Some((n, disk)) = disks.poll_sync() {
-            disks.synced(n, disk.flush());
+        while let Some((region, disk)) = disks.poll_sync() {
+            disks.synced(region, disk.flush());
         }
         disks.is_settled()
     }
@@ -531,7 +526,7 @@ mod tests {
         assert_eq!(sealed(&mut disks), Ok(true));
         let image = fs::metadata(folder.path().join("image")).unwrap();
         assert_eq!(image.len(), 300_007);
-        disks.disks[0].growing = None;
+        disks.disks.get_mut(&REGION).unwrap().growing = None;
         disks.has_length(REGION, 300_007).unwrap_err();
     }
 
@@ -613,7 +608,7 @@ mod tests {
             (plain, Some(base(1)), false),
         ] {
             let (_folder, mut disks) = arriving(&head);
-            if let Some(growing) = &mut disks.disks[0].growing {
+            if let Some(growing) = &mut disks.disks.get_mut(&REGION).unwrap().growing {
                 growing.base.clone_from(&offered);
             }
             disks.has_length(REGION, 300_007).unwrap();

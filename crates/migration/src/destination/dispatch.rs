@@ -8,7 +8,7 @@ use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{
     DisksOffer, FilesOffer, FilesQuery, Query, ToDestination, ToSource,
 };
-use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use longhaul_protocol::{AttemptId, Epoch};
 use longhaul_storage::JournalError;
 use longhaul_transport::{Channel, CloseCode, Control, Permission};
 use std::sync::Arc;
@@ -123,24 +123,12 @@ async fn dispatch(
             attempt,
             epoch,
         } => {
-            come_back(
-                (&context, &recovered),
-                call,
-                (migration, attempt),
-                Some(epoch),
-                first,
-            )
-            .await
+            let id = AttemptId { migration, attempt };
+            come_back((&context, &recovered), call, id, Some(epoch), first).await
         }
         ToDestination::Ask { migration, attempt } => {
-            come_back(
-                (&context, &recovered),
-                call,
-                (migration, attempt),
-                None,
-                first,
-            )
-            .await
+            let id = AttemptId { migration, attempt };
+            come_back((&context, &recovered), call, id, None, first).await
         }
         other => {
             let reason = format!("a channel cannot begin with {}", name(&other));
@@ -174,17 +162,17 @@ async fn answer_query(
 async fn come_back(
     (context, recovered): (&Arc<Destination>, &Attempts),
     call: Call,
-    (migration, attempt): (MigrationId, Attempt),
+    id: AttemptId,
     epoch: Option<Epoch>,
     first: ToDestination,
 ) -> Result<(), TalkError> {
     let peer = call.control.peer().host.id;
-    match context.attempt(migration, attempt, peer) {
+    match context.attempt(id, peer) {
         Some(arrival) => {
             arrival.resume(call, epoch).await;
             Ok(())
         }
-        None => converse((context, recovered), call, (migration, attempt), first).await,
+        None => converse((context, recovered), call, id, first).await,
     }
 }
 
@@ -192,19 +180,19 @@ async fn come_back(
 async fn converse(
     (context, recovered): (&Arc<Destination>, &Attempts),
     mut call: Call,
-    attempt: (MigrationId, Attempt),
+    id: AttemptId,
     first: ToDestination,
 ) -> Result<(), TalkError> {
     let peer = call.control.peer().host.id;
     let mut message = first;
     loop {
-        let answers = recovered.answer(context, peer, attempt, message);
+        let answers = recovered.answer(context, peer, id, message);
         let answers = match answers.await {
             Ok(answers) => answers,
             // Another task of this agent begins or ends with the journal: the source asks again.
             Err(AnswerError::Journal(JournalError::Busy(_))) => return Ok(()),
             Err(error @ AnswerError::Journal(_)) => {
-                tracing::error!(migration = %attempt.0, %error, "cannot answer for an attempt");
+                tracing::error!(migration = %id.migration, %error, "cannot answer for an attempt");
                 let reason = match &error {
                     AnswerError::Journal(JournalError::SetAside(_)) => {
                         "the journal here was set aside: an operator decides"

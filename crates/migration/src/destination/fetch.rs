@@ -28,8 +28,7 @@ use crate::destination::fetch::give_up::GivingUp;
 use crate::destination::fetch::verify::Question;
 use crate::destination::fetch_client::{FetchClient, News};
 use crate::destination::handle::{AttemptHandle, Called, Present};
-use crate::destination::local_content::Kept;
-use crate::destination::receiver::{Receiving, Store};
+use crate::destination::receiver::Receiving;
 use crate::disks::exports::{self, FrontError, Incomplete};
 use crate::handover::ledger::{
     DestinationHandover, drive_destination, tell_destination, time_destination, until,
@@ -39,7 +38,7 @@ use crate::status::migration::Entry;
 use crate::status::registry::Reservation;
 use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve};
 use longhaul_attempt::destination::{Event, FromSource};
-use longhaul_codec::{BlockId, BlockWrite, DigestKey};
+use longhaul_codec::DigestKey;
 use longhaul_engine::handover::DestinationState;
 use longhaul_protocol::message::{GuestClock, ToDestination, ToSource};
 use longhaul_protocol::{BLOCK_SIZE, Epoch, RegionId, RegionSpec};
@@ -303,16 +302,7 @@ impl Fetch {
     /// Creates the receiver of the source's frames.
     fn receiving(&self) -> Result<Arc<Receiving>, String> {
         let mut regions = Vec::new();
-        let mut disks = Vec::new();
-        let first = self.disks.keys().next().copied().unwrap_or(RegionId(0));
-        let other = |id: u16| RegionSpec {
-            id: RegionId(id),
-            name: String::new(),
-            blocks: 0,
-            durable: true,
-            starts_zero: true,
-        };
-        regions.extend((0..first.0).map(other));
+        let mut disks = BTreeMap::new();
         for (region, fetched) in &self.disks {
             let Some(puller) = &fetched.puller else {
                 return Err(format!(
@@ -320,37 +310,32 @@ impl Fetch {
                     fetched.disk.name
                 ));
             };
-            if usize::from(region.0) != regions.len() {
-                return Err("its disks are not those of its move".to_owned());
-            }
             let Incomplete { name, image, .. } = &fetched.disk;
             let disk = RawDisk::open_to_read(image).map_err(|error| error.to_string())?;
             let blocks = fetched.disk.masks.blocks;
             regions.push(RegionSpec {
+                id: *region,
+                name: name.clone(),
                 blocks,
-                ..other(region.0)
+                durable: true,
+                starts_zero: true,
             });
-            disks.push(disks::Fetched {
+            let fetched = disks::Fetched {
                 name: name.clone(),
                 blocks,
                 disk: Arc::new(disk),
                 puller: puller.clone(),
-            });
+            };
+            disks.insert(*region, fetched);
         }
         let ledger = &self.begun.handover.ledger;
         let means =
             Means::of_one_that_is_here(&self.context, self.begun.arrival.source, &ledger.host);
-        let disks = Disks::pulled(first, disks);
+        let disks = Disks::pulled(disks);
         let key = self.disks.values().next().map(|one| one.disk.digest_key);
         let key = DigestKey(key.unwrap_or_default());
-        Receiving::new(
-            &regions,
-            Box::new(NoMemory),
-            (disks, Kept::default()),
-            key,
-            means,
-        )
-        .map_err(|error| error.to_string())
+        let receiving = Receiving::of_disks(&regions, disks, key, means);
+        receiving.map_err(|error| format!("its disks are not those of its move: {error}"))
     }
 
     async fn message(&mut self, message: ToDestination) {
@@ -617,21 +602,5 @@ fn send(call: &mut Option<Call>, message: &ToSource) {
     if let Err(error) = there.sender.send(message) {
         tracing::info!(%error, "the source is gone");
         *call = None;
-    }
-}
-
-/// The store of a guest's memory while only disks arrive: every access fails.
-struct NoMemory;
-
-impl Store for NoMemory {
-    fn read(&mut self, id: BlockId, _into: &mut [u8; BLOCK_SIZE]) -> Result<(), String> {
-        Err(format!("region {} is no disk", id.region.0))
-    }
-
-    fn write(&mut self, writes: &[BlockWrite<'_>], _fresh: &[bool]) -> Result<(), String> {
-        match writes.first() {
-            Some(write) => Err(format!("region {} is no disk", write.region.0)),
-            None => Ok(()),
-        }
     }
 }

@@ -6,7 +6,7 @@ use crate::host::lock::lock;
 use longhaul_attempt::destination::attempt_state;
 use longhaul_engine::handover::DestinationState;
 use longhaul_protocol::message::ToSource;
-use longhaul_protocol::{Attempt, Epoch, HostId, MigrationId};
+use longhaul_protocol::{AttemptId, Epoch, HostId, MigrationId};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use tokio::sync::mpsc;
@@ -16,8 +16,7 @@ pub(crate) type Called = (Call, Option<Epoch>);
 
 /// The part of an attempt that other tasks see.
 pub(crate) struct AttemptHandle {
-    pub(crate) migration: MigrationId,
-    pub(crate) attempt: Attempt,
+    pub(crate) id: AttemptId,
     pub(crate) source: HostId,
     state: Mutex<DestinationState>,
     calls: mpsc::Sender<Called>,
@@ -31,14 +30,13 @@ impl AttemptHandle {
 
     /// Creates the handle of an attempt, and the receiver of its source's calls.
     pub(crate) fn new(
-        (migration, attempt): (MigrationId, Attempt),
+        id: AttemptId,
         source: HostId,
         state: &DestinationState,
     ) -> (Arc<Self>, mpsc::Receiver<Called>) {
         let (calls, called) = mpsc::channel(4);
         let arrival = Arc::new(Self {
-            migration,
-            attempt,
+            id,
             source,
             state: Mutex::new(state.clone()),
             calls,
@@ -56,7 +54,7 @@ impl AttemptHandle {
         if let Err(mpsc::error::SendError((mut call, _))) = self.calls.send((call, epoch)).await {
             let state = attempt_state(&self.state());
             let message = ToSource::Status {
-                attempt: self.attempt,
+                attempt: self.id.attempt,
                 state,
             };
             if let Err(error) = call.sender.send(&message) {
@@ -72,14 +70,9 @@ pub(crate) struct Handles(Mutex<HashMap<MigrationId, Arc<AttemptHandle>>>);
 
 impl Handles {
     /// Returns the handle of this attempt from this source.
-    pub(crate) fn find(
-        &self,
-        migration: MigrationId,
-        attempt: Attempt,
-        source: HostId,
-    ) -> Option<Arc<AttemptHandle>> {
-        let found = lock(&self.0).get(&migration).cloned();
-        found.filter(|handle| handle.attempt == attempt && handle.source == source)
+    pub(crate) fn find(&self, id: AttemptId, source: HostId) -> Option<Arc<AttemptHandle>> {
+        let found = lock(&self.0).get(&id.migration).cloned();
+        found.filter(|handle| handle.id == id && handle.source == source)
     }
 }
 
@@ -91,7 +84,7 @@ pub(crate) struct Present {
 
 impl Present {
     pub(crate) fn new(handles: &Arc<Handles>, handle: Arc<AttemptHandle>) -> Self {
-        lock(&handles.0).insert(handle.migration, handle.clone());
+        lock(&handles.0).insert(handle.id.migration, handle.clone());
         let handles = handles.clone();
         Self { handles, handle }
     }
@@ -99,6 +92,6 @@ impl Present {
 
 impl Drop for Present {
     fn drop(&mut self) {
-        lock(&self.handles.0).remove(&self.handle.migration);
+        lock(&self.handles.0).remove(&self.handle.id.migration);
     }
 }

@@ -9,7 +9,7 @@ use crate::host::memory_cache::{KeptMemory, open_plain};
 use crate::host::set_aside::set_aside_as;
 use longhaul_codec::{BlockId, Digest, DigestKey};
 use longhaul_protocol::message::Keeps;
-use longhaul_protocol::{BLOCK_SIZE, RegionId, RegionSpec};
+use longhaul_protocol::{BLOCK_SIZE, RegionId, RegionKind, RegionSpec};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -96,7 +96,10 @@ fn of_memory(
 ) -> Vec<(RegionId, (Arc<File>, u64))> {
     let mut blocks: u64 = 0;
     let mut places = Vec::new();
-    for region in regions.iter().filter(|region| !region.durable) {
+    for region in regions
+        .iter()
+        .filter(|region| region.kind() == RegionKind::Memory)
+    {
         places.push((region.id, blocks));
         blocks = blocks.saturating_add(region.blocks);
     }

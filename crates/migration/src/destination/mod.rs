@@ -23,7 +23,7 @@ use crate::context::Context;
 use crate::destination::closed::Closed;
 use crate::destination::companion::{About, Companions, List};
 use crate::destination::handle::{AttemptHandle, Handles};
-use longhaul_protocol::{Attempt, HostId, MigrationId};
+use longhaul_protocol::{AttemptId, HostId};
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -57,13 +57,8 @@ impl Destination {
     }
 
     /// Returns the handle of this attempt from this source, if its task runs.
-    pub(crate) fn attempt(
-        &self,
-        migration: MigrationId,
-        attempt: Attempt,
-        source: HostId,
-    ) -> Option<Arc<AttemptHandle>> {
-        self.handles.find(migration, attempt, source)
+    pub(crate) fn attempt(&self, id: AttemptId, source: HostId) -> Option<Arc<AttemptHandle>> {
+        self.handles.find(id, source)
     }
 
     /// Creates the companions of a guest.

@@ -24,7 +24,9 @@ use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::machine::{Difference, Machine};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, Generation, MigrationId, RegionId, RegionSpec};
+use longhaul_protocol::{
+    BLOCK_SIZE, BlockRange, Generation, MigrationId, RegionId, RegionKind, RegionSpec,
+};
 use longhaul_storage::disk::RawDisk;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -113,6 +115,9 @@ impl DestinationQemuError {
     }
 }
 
+/// The index of each memory region's RAM block in QEMU.
+type Places = BTreeMap<RegionId, usize>;
+
 /// The QEMU of an arriving guest.
 pub(crate) struct DestinationQemu {
     guests: Arc<dyn GuestManager>,
@@ -122,7 +127,7 @@ pub(crate) struct DestinationQemu {
     socket: PathBuf,
     machine: Machine,
     memory: GuestMemory,
-    places: Vec<usize>,
+    places: Places,
     incoming: Option<Incoming>,
     begun: bool,
     receiving: Arc<Receiving>,
@@ -187,8 +192,7 @@ impl DestinationQemu {
         qmp: &Qmp,
         arriving: (Disks, Kept),
         admission: &Admission,
-    ) -> Result<(Machine, GuestMemory, Vec<usize>, Arc<Receiving>, Shown), DestinationQemuError>
-    {
+    ) -> Result<(Machine, GuestMemory, Places, Arc<Receiving>, Shown), DestinationQemuError> {
         let machine = observe(qmp).await?;
         let different = machine.differences(&offer.machine);
         if !different.is_empty() {
@@ -285,7 +289,7 @@ impl DestinationQemu {
         blocks_per_digest: u32,
     ) -> Result<Vec<[u8; 16]>, DestinationQemuError> {
         let not_moved = || DestinationQemuError::Order("a region that is not moved");
-        let content = match self.places.get(usize::from(region.0)) {
+        let content = match self.places.get(&region) {
             Some(place) => verify::Content::Memory(Arc::new(self.memory.clone()), *place),
             None => verify::Content::Disk(self.receiving.disk(region).ok_or_else(not_moved)?),
         };
@@ -356,10 +360,7 @@ async fn abort(guests: &dyn GuestManager, guest: &Guest, lease: &Lease) {
 }
 
 /// Returns the index of each memory region's RAM block in QEMU.
-fn places(
-    memory: &GuestMemory,
-    regions: &[RegionSpec],
-) -> Result<Vec<usize>, DestinationQemuError> {
+fn places(memory: &GuestMemory, regions: &[RegionSpec]) -> Result<Places, DestinationQemuError> {
     let place = |spec: &RegionSpec| {
         let place = memory.find(&spec.name);
         let place = place.filter(|place| {
@@ -370,11 +371,12 @@ fn places(
             name: spec.name.clone(),
             blocks: spec.blocks,
         };
-        place.ok_or_else(missing)
+        place.map(|place| (spec.id, place)).ok_or_else(missing)
     };
-    let memory = regions.iter().filter(|region| !region.durable);
-    let places: Vec<usize> = memory.map(place).collect::<Result<_, _>>()?;
-    let distinct: BTreeSet<usize> = places.iter().copied().collect();
+    let memory = regions.iter();
+    let memory = memory.filter(|region| region.kind() == RegionKind::Memory);
+    let places: Places = memory.map(place).collect::<Result<_, _>>()?;
+    let distinct: BTreeSet<usize> = places.values().copied().collect();
     if distinct.len() < places.len() {
         return Err(DestinationQemuError::Order(
             "two regions are the same RAM block",
@@ -387,12 +389,12 @@ fn places(
 #[derive(Clone)]
 struct GuestStore {
     memory: GuestMemory,
-    places: Vec<usize>,
+    places: Places,
 }
 
 impl GuestStore {
     fn place(&self, region: RegionId) -> Result<usize, String> {
-        let place = self.places.get(usize::from(region.0)).copied();
+        let place = self.places.get(&region).copied();
         place.ok_or_else(|| format!("there is no region {}", region.0))
     }
 

@@ -77,7 +77,8 @@ pub(crate) struct Receiving {
 
 struct Inner {
     destination: Destination,
-    store: Box<dyn Store>,
+    /// The guest's memory. None while only disks arrive.
+    store: Option<Box<dyn Store>>,
     others: Others,
     disks: Disks,
     kept: Kept,
@@ -95,13 +96,36 @@ impl Receiving {
     pub(crate) fn new(
         regions: &[RegionSpec],
         store: Box<dyn Store>,
-        (disks, kept): (Disks, Kept),
+        content: (Disks, Kept),
         key: DigestKey,
         means: Means,
     ) -> Result<Arc<Self>, DestinationError> {
+        let destination = Destination::new(regions)?;
+        Ok(Self::with(destination, Some(store), content, key, means))
+    }
+
+    /// Creates the receiver of the disks of a guest that runs here.
+    pub(crate) fn of_disks(
+        regions: &[RegionSpec],
+        disks: Disks,
+        key: DigestKey,
+        means: Means,
+    ) -> Result<Arc<Self>, DestinationError> {
+        let destination = Destination::of_some(regions)?;
+        let content = (disks, Kept::default());
+        Ok(Self::with(destination, None, content, key, means))
+    }
+
+    fn with(
+        destination: Destination,
+        store: Option<Box<dyn Store>>,
+        (disks, kept): (Disks, Kept),
+        key: DigestKey,
+        means: Means,
+    ) -> Arc<Self> {
         let has_disks = !disks.is_empty();
         let inner = Inner {
-            destination: Destination::new(regions)?,
+            destination,
             store,
             others: means.others,
             disks,
@@ -124,7 +148,7 @@ impl Receiving {
         if has_disks {
             tokio::spawn(keep_durable(Arc::downgrade(&receiving)));
         }
-        Ok(receiving)
+        receiving
     }
 
     /// Returns the watchdog of the source's progress.
@@ -212,11 +236,11 @@ impl Receiving {
     /// Starts the syncs that are due.
     fn sync(self: &Arc<Self>) {
         let mut inner = self.lock();
-        while let Some((n, disk)) = inner.disks.poll_sync() {
+        while let Some((region, disk)) = inner.disks.poll_sync() {
             let receiving = self.clone();
             tokio::task::spawn_blocking(move || {
                 let done = disk.flush();
-                receiving.lock().disks.synced(n, done);
+                receiving.lock().disks.synced(region, done);
                 receiving.synced.notify_waiters();
                 receiving.sync();
             });
@@ -368,7 +392,7 @@ impl Inner {
         } = self;
         let mut sink = Sink {
             destination,
-            store: store.as_mut(),
+            store: store.as_deref_mut(),
             others,
             disks,
             kept,
@@ -417,7 +441,7 @@ async fn keep_durable(receiving: Weak<Receiving>) {
 
 struct Sink<'a> {
     destination: &'a mut Destination,
-    store: &'a mut dyn Store,
+    store: Option<&'a mut (dyn Store + 'static)>,
     others: &'a Others,
     disks: &'a mut Disks,
     kept: &'a Kept,
@@ -439,9 +463,10 @@ impl BlockSink for Sink<'_> {
     }
 
     fn read(&mut self, id: BlockId, content: &mut [u8; BLOCK_SIZE]) -> bool {
-        let read = match self.disks.has(id.region) {
-            true => self.disks.read(id, content),
-            false => self.store.read(id, content),
+        let read = match &mut self.store {
+            _ if self.disks.has(id.region) => self.disks.read(id, content),
+            Some(store) => store.read(id, content),
+            None => Err(no_disk(id.region)),
         };
         match read {
             Ok(()) => true,
@@ -473,16 +498,24 @@ impl BlockSink for Sink<'_> {
                 self.fresh
                     .push(self.destination.written(write.region, write.range, seq));
             }
-            let region = writes.first().map(|write| write.region);
-            if region.is_some_and(|region| self.disks.has(region)) {
-                let mut writes = writes.iter();
-                writes.try_for_each(|write| self.disks.write(write, seq))?;
-            } else {
-                self.store.write(writes, self.fresh)?;
+            let Some(first) = writes.first() else {
+                continue;
+            };
+            match &mut self.store {
+                _ if self.disks.has(first.region) => {
+                    let mut writes = writes.iter();
+                    writes.try_for_each(|write| self.disks.write(write, seq))?;
+                }
+                Some(store) => store.write(writes, self.fresh)?,
+                None => return Err(no_disk(first.region)),
             }
         }
         Ok(())
     }
+}
+
+fn no_disk(region: RegionId) -> String {
+    format!("region {} is no disk", region.0)
 }
 
 #[cfg(test)]

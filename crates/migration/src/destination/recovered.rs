@@ -24,7 +24,7 @@ use longhaul_attempt::destination::{Action, Config, Event, FromSource};
 use longhaul_engine::handover::{DestinationState, Record, Terms};
 use longhaul_hypervisor::manager::Commit;
 use longhaul_protocol::message::{ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
+use longhaul_protocol::{AttemptId, Generation, HostId, MigrationId};
 use longhaul_storage::{Journal, JournalError};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -98,7 +98,7 @@ impl Attempts {
         &self,
         context: &Arc<Destination>,
         peer: HostId,
-        (migration, attempt): (MigrationId, Attempt),
+        id: AttemptId,
         message: ToDestination,
     ) -> Result<Vec<ToSource>, AnswerError> {
         let event = match (&message, FromSource::of(&message)) {
@@ -112,18 +112,18 @@ impl Attempts {
         };
         // One conversation at a time: two about the same attempt must not write to one journal.
         let mut waiting = self.waiting.lock().await;
-        if context.closed.has(peer, (migration, attempt)) {
+        if context.closed.has(peer, id) {
             return Ok(vec![ToSource::Closed]);
         }
-        let mut remembered = match waiting.remove(&migration) {
+        let mut remembered = match waiting.remove(&id.migration) {
             Some(remembered) => remembered,
-            None => RecoveredDestination::from_journal(context, migration, attempt)?,
+            None => RecoveredDestination::from_journal(context, id)?,
         };
         if remembered.peer.is_some_and(|of| of != peer)
-            || remembered.handover.ledger.terms.attempt != attempt
+            || remembered.handover.ledger.terms.attempt != id.attempt
         {
             if remembered.is_open() {
-                waiting.insert(migration, remembered);
+                waiting.insert(id.migration, remembered);
             }
             return Err(AnswerError::NotYours);
         }
@@ -145,7 +145,7 @@ impl Attempts {
             context.closed.add(peer, remembered.handover.ledger);
             answers.push(ToSource::Closed);
         } else if remembered.is_open() {
-            waiting.insert(migration, remembered);
+            waiting.insert(id.migration, remembered);
         }
         Ok(answers)
     }
@@ -208,11 +208,8 @@ impl RecoveredDestination {
     }
 
     /// Creates the side of an attempt that is over here or is unknown.
-    fn from_journal(
-        context: &Arc<Destination>,
-        migration: MigrationId,
-        attempt: Attempt,
-    ) -> Result<Self, JournalError> {
+    fn from_journal(context: &Arc<Destination>, id: AttemptId) -> Result<Self, JournalError> {
+        let AttemptId { migration, attempt } = id;
         let journal = Journal::open(&context.journals, migration)?;
         let journal = match AttemptRecord::of(migration, journal) {
             Ok(left) => return Ok(Self::of(context, left)),
@@ -303,9 +300,9 @@ impl RecoveredDestination {
     /// Fetches the missing blocks, in a separate task.
     fn fetch(self, context: &Arc<Destination>) {
         let ledger = &self.handover.ledger;
-        let attempt = (ledger.migration, ledger.terms.attempt);
+        let id = ledger.attempt_id();
         let Some(peer) = self.peer else { return };
-        let (arrival, called) = AttemptHandle::new(attempt, peer, self.handover.state());
+        let (arrival, called) = AttemptHandle::new(id, peer, self.handover.state());
         let begun = Begun {
             present: Present::new(&context.handles, arrival.clone()),
             entry: self.entry,

@@ -17,7 +17,7 @@ use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
-use longhaul_protocol::{MigrationId, RegionId};
+use longhaul_protocol::{MigrationId, RegionId, RegionKind, RegionSpec};
 use longhaul_storage::disk::{ExportSize, RawDisk, qcow2};
 use longhaul_storage::{Holder, SetAside, file_name, read_sound_journal};
 use nix::sys::statvfs::statvfs;
@@ -153,16 +153,22 @@ pub(crate) fn places(
     disks: &[OfferedDisk],
 ) -> Result<Vec<Place>, Refusal> {
     let here = &context.parts.config.name;
-    let memory = offer.regions.iter().take_while(|region| !region.durable);
-    let durable = &offer.regions[memory.count()..];
-    let fit = |(region, disk): (&longhaul_protocol::RegionSpec, &OfferedDisk)| {
+    let memory = offer
+        .regions
+        .iter()
+        .take_while(|region| region.kind() == RegionKind::Memory);
+    let regions = &offer.regions[memory.count()..];
+    let fit = |(region, disk): (&RegionSpec, &OfferedDisk)| {
         let blocks = blocks_of(disk.image_bytes);
-        region.durable && region.id == disk.region && region.blocks == blocks && blocks > 0
+        region.kind() == RegionKind::Disk
+            && region.id == disk.region
+            && region.blocks == blocks
+            && blocks > 0
     };
     let named = |name: &str| disks.iter().filter(|disk| disk.name == name).count() == 1;
     let all = offer.guest.disks.iter().filter(|disk| disk.is_local());
-    if durable.len() != disks.len()
-        || !durable.iter().zip(disks).all(fit)
+    if regions.len() != disks.len()
+        || !regions.iter().zip(disks).all(fit)
         || !all.clone().all(|disk| named(&disk.name))
         || all.count() != disks.len()
     {

@@ -10,7 +10,7 @@ use crate::context::Context;
 use crate::host::fail_point;
 use longhaul_attempt::{Destination, Source, destination, source};
 use longhaul_engine::handover::{DestinationState, Record, SourceState, Terms};
-use longhaul_protocol::{Generation, HostId, Incarnation, MigrationId};
+use longhaul_protocol::{AttemptId, Generation, HostId, Incarnation, MigrationId};
 use longhaul_storage::{Holder, Journal, Right, RightsError};
 use std::sync::Arc;
 use std::time::Duration;
@@ -53,6 +53,14 @@ impl Ledger {
             peer,
             terms,
             journal,
+        }
+    }
+
+    /// Returns the id of the attempt.
+    pub(crate) fn attempt_id(&self) -> AttemptId {
+        AttemptId {
+            migration: self.migration,
+            attempt: self.terms.attempt,
         }
     }
 

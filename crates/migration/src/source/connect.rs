@@ -7,7 +7,7 @@ use crate::source::sender::Line;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_attempt::source::DialError;
 use longhaul_protocol::message::{AttemptState, Keeps, Offer, Refusal, ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, HostId, Incarnation, MigrationId};
+use longhaul_protocol::{AttemptId, Epoch, HostId, Incarnation};
 use longhaul_transport::{BulkBinding, BulkConfig, BulkToken, ConnectError, Control, LinkError};
 use std::sync::Arc;
 use std::time::Duration;
@@ -70,8 +70,7 @@ pub(crate) enum SessionError {
 /// What a source needs to connect to the destination of an attempt again.
 #[derive(Debug, Clone)]
 pub(crate) struct Attempted {
-    pub(crate) migration: MigrationId,
-    pub(crate) attempt: Attempt,
+    id: AttemptId,
     pub(crate) host: String,
     /// The host that the attempt was offered to, independent of its current name.
     peer: Option<HostId>,
@@ -84,8 +83,7 @@ impl Attempted {
     /// too.
     pub(crate) fn of(ledger: &Ledger, any_journals: bool) -> Self {
         Self {
-            migration: ledger.migration,
-            attempt: ledger.terms.attempt,
+            id: ledger.attempt_id(),
             host: ledger.host.clone(),
             peer: ledger.peer,
             incarnation: ledger.incarnation().filter(|_| !any_journals),
@@ -126,8 +124,7 @@ pub(crate) async fn offer(
         }
     };
     let binding = BulkBinding {
-        migration: offer.migration,
-        attempt: offer.attempt,
+        attempt: offer.attempt_id(),
         epoch: Epoch(1),
     };
     let line = bulk(&control, &token, binding, bandwidth_bps).await?;
@@ -262,9 +259,7 @@ async fn try_resume(
 ) -> Result<(Session, AttemptState), SessionError> {
     let control = attempted.connect(context).await?;
     let (mut sender, mut receiver) = channel::as_source(control.open().await?);
-    let Attempted {
-        migration, attempt, ..
-    } = *attempted;
+    let AttemptId { migration, attempt } = attempted.id;
     sender.send(&ToDestination::Resume {
         migration,
         attempt,
@@ -293,8 +288,7 @@ async fn try_resume(
         _ => return Err(SessionError::Protocol("Resume is answered by Resumed")),
     };
     let binding = BulkBinding {
-        migration,
-        attempt,
+        attempt: attempted.id,
         epoch,
     };
     let line = bulk(&control, &token, binding, bandwidth_bps).await?;
@@ -313,9 +307,7 @@ async fn try_resume(
 async fn ask(context: &Context, attempted: &Attempted) -> Result<Session, SessionError> {
     let control = attempted.connect(context).await?;
     let (mut sender, receiver) = channel::as_source(control.open().await?);
-    let Attempted {
-        migration, attempt, ..
-    } = *attempted;
+    let AttemptId { migration, attempt } = attempted.id;
     sender.send(&ToDestination::Ask { migration, attempt })?;
     Ok(Session {
         control,

@@ -42,19 +42,14 @@ struct Disk {
 }
 
 /// The images of a departed guest's disks, as an earlier agent has noted them.
-struct Images {
-    first: usize,
-    disks: Vec<Arc<RawDisk>>,
-}
+struct Images(BTreeMap<RegionId, Arc<RawDisk>>);
 
 impl Content for Images {
     fn read(&self, blocks: &[BlockId], into: &mut [[u8; BLOCK_SIZE]]) -> Result<(), String> {
         let mut done = 0;
         for same in blocks.chunk_by(|one, next| one.region == next.region) {
             let Some(block) = same.first() else { continue };
-            let n = usize::from(block.region.0).checked_sub(self.first);
-            let disk = n.and_then(|n| self.disks.get(n));
-            let disk = disk.ok_or("there is no such disk")?;
+            let disk = self.0.get(&block.region).ok_or("there is no such disk")?;
             crate::disks::read_each(disk, same, &mut into[done..done + same.len()])?;
             done += same.len();
         }
@@ -70,43 +65,35 @@ pub(crate) fn left(state: &Path, guest: &str, migration: MigrationId) -> io::Res
     let Some(first) = left.first() else {
         return Ok(None);
     };
-    let (first, key) = (first.left.region, DigestKey(first.left.digest_key));
+    let key = DigestKey(first.left.digest_key);
     let wish = convergence::wish(&Convergence::default(), Duration::ZERO);
     let engine = Source::new(Strategy::PRECOPY, &[], wish, Duration::ZERO);
     let mut engine = engine.map_err(io::Error::other)?;
-    let spec = |id: u16, name: &str, blocks| RegionSpec {
-        id: RegionId(id),
-        name: name.to_owned(),
-        blocks,
-        durable: true,
-        starts_zero: true,
-    };
-    for id in 0..first.0 {
-        let other = engine.add(&spec(id, "", 0), Strategy::SHARED);
-        other.map_err(io::Error::other)?;
-    }
     let mut images = Vec::new();
-    for (n, image) in left.iter().enumerate() {
-        let spec = spec(first.0 + n as u16, &image.disk, image.left.blocks);
-        if spec.id != image.left.region {
-            return Err(io::Error::other("its disks are not those of its move"));
-        }
-        engine
-            .add(&spec, Strategy::POSTCOPY)
-            .map_err(io::Error::other)?;
+    for image in &left {
+        let spec = RegionSpec {
+            id: image.left.region,
+            name: image.disk.clone(),
+            blocks: image.left.blocks,
+            durable: true,
+            starts_zero: true,
+        };
+        engine.add(&spec, Strategy::POSTCOPY).map_err(|error| {
+            io::Error::other(format!("its disks are not those of its move: {error}"))
+        })?;
         let disk = image.open()?;
         let disk = Arc::new(disk);
         images.push(Image { spec, disk });
     }
     engine.closed();
-    let first = usize::from(first.0);
-    let disks = images.iter().map(|image| image.disk.clone()).collect();
-    let content = Box::new(Images { first, disks });
+    let disks = images.iter();
+    let disks = disks.map(|image| (image.spec.id, image.disk.clone()));
+    let content = Box::new(Images(disks.collect()));
     let encoding = Encoding::new(&Default::default(), 0);
     // No block is known to be equal, and no guest's requests compete with the reads.
     let checked = Checked::of(images.iter().map(|image| &image.spec));
     let of = (migration, key);
-    let sending = Sending::new(engine, of, content, encoding, first, checked);
+    let sending = Sending::new(engine, of, content, encoding, checked);
     let verify = left.iter().all(|image| image.left.verify);
     // The earlier agent may have died before it noted this.
     left_images::note_content(state, guest, migration);

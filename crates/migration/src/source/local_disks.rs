@@ -150,20 +150,21 @@ fn by_disk(guest: &GuestDescription, of_device: &BTreeMap<String, f64>) -> BTree
     guest.disks.iter().filter_map(written).collect()
 }
 
-/// Returns the disks that move with the guest. Their regions follow this number of memory regions.
+/// Returns the disks that move with the guest. The ids of their regions follow those of the memory.
 pub(crate) fn local(
     context: &Context,
     guest: &GuestDescription,
     asked: DiskChoice,
     known: &Known,
-    memory_regions: usize,
+    memory: &[RegionSpec],
 ) -> Result<Vec<LocalDisk>, ApiError> {
     if asked == DiskChoice::Shared {
         return Ok(Vec::new());
     }
     let disks = guest.disks.iter().filter(|disk| disk.is_local());
-    let local = disks.enumerate().map(|(n, described)| {
-        let region = RegionId((memory_regions + n) as u16);
+    let first = memory.last().map_or(0, |last| last.id.0 + 1);
+    let local = (first..).zip(disks).map(|(region, described)| {
+        let region = RegionId(region);
         let (strategy, why) = match strategy(asked) {
             Some(strategy) => (strategy, None),
             None => {

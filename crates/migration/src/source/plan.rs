@@ -25,8 +25,9 @@ use longhaul_hypervisor::tested;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{self, Query, Verdict};
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionSpec};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use longhaul_transport::{CloseCode, Control, ProbeConfig, ProbeReport};
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
@@ -115,7 +116,7 @@ fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: 
         plan.checks
             .push(Check::refuse("disks", error.message, hint));
     }
-    match block_in_place(|| local_disks::local(context, guest, DiskChoice::Auto, known, 0)) {
+    match block_in_place(|| local_disks::local(context, guest, DiskChoice::Auto, known, &[])) {
         Ok(disks) => {
             plan.checks.extend(disks.iter().map(|disk| {
                 let offered = &disk.offered;
@@ -287,12 +288,15 @@ pub(crate) fn look(outbound: &SourceQemu) -> watch::Receiver<Look> {
 fn sample(
     memory: &GuestMemory,
     regions: &[RegionSpec],
-    places: &[usize],
+    places: &BTreeMap<RegionId, usize>,
 ) -> (Option<u64>, Option<f64>) {
     let total: u64 = regions.iter().map(|spec| spec.blocks).sum();
     let step = (total / SAMPLES).max(1);
     let (mut looked_at, mut content) = (0_u64, Vec::new());
-    for (spec, place) in regions.iter().zip(places) {
+    for spec in regions {
+        let Some(place) = places.get(&spec.id) else {
+            continue;
+        };
         for block in (0..spec.blocks).step_by(step as usize) {
             let mut one = [0; BLOCK_SIZE];
             if memory

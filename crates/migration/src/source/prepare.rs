@@ -200,7 +200,7 @@ impl Preparing {
         let mut outbound = SourceQemu::attach(guests.clone(), guest.clone(), lease)
             .await
             .map_err(crate::source::qemu::SourceQemuError::into_api)?;
-        let memory = outbound.regions().len();
+        let memory = outbound.regions();
         let mut local =
             local_disks::local(&self.source, guest.description(), asked, &known, memory)?;
         let bases = local
@@ -449,18 +449,10 @@ impl Preparing {
             .sum();
         let encoding = Encoding::new(&encoding, memory_bytes);
         let key = DigestKey(offer.digest_key);
-        let memory_regions = outbound.regions().len();
         let content = outbound.content();
         let of = (offer.migration, key);
         let checked = Checked::of(outbound.disks().iter().map(|disk| &disk.spec));
-        Ok(Sending::new(
-            engine,
-            of,
-            content,
-            encoding,
-            memory_regions,
-            checked,
-        ))
+        Ok(Sending::new(engine, of, content, encoding, checked))
     }
 
     /// Waits for an answer of another host, unless the migration is cancelled.

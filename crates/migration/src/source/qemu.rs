@@ -19,6 +19,7 @@ use longhaul_hypervisor::memory::{
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use longhaul_storage::disk::RawDisk;
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -62,7 +63,8 @@ pub(crate) struct SourceQemu {
     lease: Lease,
     memory: Arc<GuestMemory>,
     regions: Vec<RegionSpec>,
-    places: Vec<usize>,
+    /// The index of each region's RAM block.
+    places: BTreeMap<RegionId, usize>,
     outgoing: Option<Outgoing>,
     prelude: Vec<u8>,
     gone: bool,
@@ -90,7 +92,7 @@ impl SourceQemu {
             .ok_or_else(|| io::Error::other("it has no process"))?;
         let memory = Arc::new(GuestMemory::attach(lease.qmp(), pid).await?);
         let mut regions = Vec::new();
-        let mut places = Vec::new();
+        let mut places = BTreeMap::new();
         let direct = memory
             .blocks()
             .iter()
@@ -98,7 +100,7 @@ impl SourceQemu {
             .filter(|(_, block)| !block.is_kept());
         for (place, block) in direct {
             let id = RegionId(places.len() as u16);
-            places.push(place);
+            places.insert(id, place);
             regions.push(RegionSpec {
                 id,
                 name: block.name.clone(),
@@ -159,7 +161,7 @@ impl SourceQemu {
     }
 
     /// Returns its memory, and the index of each region's RAM block.
-    pub(crate) fn memory(&self) -> (Arc<GuestMemory>, Vec<usize>) {
+    pub(crate) fn memory(&self) -> (Arc<GuestMemory>, BTreeMap<RegionId, usize>) {
         (self.memory.clone(), self.places.clone())
     }
 
@@ -170,10 +172,13 @@ impl SourceQemu {
 
     /// Returns the reader of its regions for sending.
     pub(crate) fn content(&self) -> Box<dyn Content> {
+        let memory = self.places.iter();
+        let memory = memory.map(|(region, place)| (*region, Place::Memory(*place)));
+        let disks = self.disks.iter();
+        let disks = disks.map(|disk| (disk.spec.id, Place::Disk(disk.disk.clone())));
         Box::new(GuestContent {
             memory: self.memory.clone(),
-            places: self.places.clone(),
-            disks: self.disks.iter().map(|disk| disk.disk.clone()).collect(),
+            places: memory.chain(disks).collect(),
         })
     }
 
@@ -227,10 +232,12 @@ impl SourceQemu {
 
     fn written(&self, written: &Written, engine: &mut Source) -> Result<(), SourceQemuError> {
         // A RAM block that does not travel in frames travels with the device state.
-        let region = self.places.iter().position(|place| *place == written.block);
-        let Some(region) = region else { return Ok(()) };
+        let mut places = self.places.iter();
+        let Some((region, _)) = places.find(|(_, place)| **place == written.block) else {
+            return Ok(());
+        };
         for run in &written.runs {
-            engine.written(RegionId(region as u16), *run)?;
+            engine.written(*region, *run)?;
         }
         Ok(())
     }
@@ -376,7 +383,8 @@ impl SourceQemu {
         let was_gone = std::mem::replace(&mut self.gone, true);
         self.outgoing = None;
         if !was_gone {
-            let departed = RetainedQemu::stand(context, &self.guest, &self.memory, &self.places);
+            let places = self.places.values().copied().collect();
+            let departed = RetainedQemu::stand(context, &self.guest, &self.memory, places);
             if departed.is_some() {
                 return departed;
             }
@@ -399,23 +407,16 @@ impl SourceQemu {
     }
 }
 
-struct GuestContent {
-    memory: Arc<GuestMemory>,
-    places: Vec<usize>,
-    /// The disks that move. Their regions follow those of the memory.
-    disks: Vec<Arc<RawDisk>>,
+/// Where the content of a region is read.
+enum Place {
+    /// The index of its RAM block.
+    Memory(usize),
+    Disk(Arc<RawDisk>),
 }
 
-impl GuestContent {
-    fn read_disk(
-        &self,
-        n: usize,
-        blocks: &[BlockId],
-        into: &mut [[u8; BLOCK_SIZE]],
-    ) -> Result<(), String> {
-        let disk = self.disks.get(n).ok_or("there is no such disk")?;
-        disks::read_each(disk, blocks, into)
-    }
+struct GuestContent {
+    memory: Arc<GuestMemory>,
+    places: BTreeMap<RegionId, Place>,
 }
 
 impl Content for GuestContent {
@@ -424,13 +425,16 @@ impl Content for GuestContent {
         let mut ranges: Vec<BlockRange> = Vec::with_capacity(blocks.len());
         for same in blocks.chunk_by(|one, next| one.region == next.region) {
             let Some(first) = same.first() else { continue };
-            if let Some(n) = usize::from(first.region.0).checked_sub(self.places.len()) {
-                self.read_disk(n, same, &mut into[done..done + same.len()])?;
-                done += same.len();
-                continue;
-            }
-            let place = self.places.get(usize::from(first.region.0)).copied();
-            let place = place.ok_or_else(|| format!("there is no region {}", first.region.0))?;
+            let out = &mut into[done..done + same.len()];
+            done += same.len();
+            let place = match self.places.get(&first.region) {
+                Some(Place::Memory(place)) => *place,
+                Some(Place::Disk(disk)) => {
+                    disks::read_each(disk, same, out)?;
+                    continue;
+                }
+                None => return Err(format!("there is no region {}", first.region.0)),
+            };
             ranges.clear();
             for id in same {
                 match ranges.last_mut() {
@@ -438,11 +442,9 @@ impl Content for GuestContent {
                     _ => ranges.push(BlockRange::new(id.block, 1)),
                 }
             }
-            let out = into[done..done + same.len()].as_flattened_mut();
             self.memory
-                .read(place, &ranges, out)
+                .read(place, &ranges, out.as_flattened_mut())
                 .map_err(|error| error.to_string())?;
-            done += same.len();
         }
         Ok(())
     }

@@ -90,7 +90,7 @@ impl RetainedQemu {
         context: &Context,
         guest: &Guest,
         memory: &Arc<GuestMemory>,
-        places: &[usize],
+        places: Vec<usize>,
     ) -> Option<Self> {
         context.parts.kept_memory.as_ref()?;
         let noted = block_in_place(|| note(&context.parts.config.state, guest.name()));
@@ -101,7 +101,7 @@ impl RetainedQemu {
         Some(Self {
             guest: guest.clone(),
             memory: memory.clone(),
-            places: places.to_vec(),
+            places,
         })
     }
 

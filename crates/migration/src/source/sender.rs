@@ -20,8 +20,8 @@ use longhaul_engine::source::{Answer, Link, Source, SourceError, WriteId};
 use longhaul_protocol::limits::FRAMES_EARLY_BYTES_MAX;
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::piece::{Part, Piece};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, MigrationId, RegionId};
-use std::collections::BTreeMap;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, MigrationId, RegionId, RegionKind};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -152,8 +152,8 @@ pub(crate) struct Sending {
     /// Encoded pieces of device state. All of them are sent over each connection.
     pieces: Mutex<Vec<Bytes>>,
     encoding: Encoding,
-    /// The number of memory regions. Regions with this id or a higher one are disks.
-    memory_regions: usize,
+    /// The regions that are disks.
+    disks: BTreeSet<RegionId>,
     encoded: Mutex<Encoded>,
     replies: Mutex<Replies>,
     /// Disk blocks that could not be read in the drain, with the errors.
@@ -210,11 +210,13 @@ impl Sending {
         (migration, key): (MigrationId, DigestKey),
         content: Box<dyn Content>,
         encoding: Encoding,
-        memory_regions: usize,
         checked: Checked,
     ) -> Arc<Self> {
         // Without a connection, no write waits for the destination.
         engine.connection_lost();
+        let regions = engine.pending_by_region().into_iter();
+        let disks = regions.filter(|(spec, _)| spec.kind() == RegionKind::Disk);
+        let disks = disks.map(|(spec, _)| spec.id).collect();
         Arc::new(Self {
             engine: Mutex::new(engine),
             policy: Mutex::new(CompressionPolicy::new(1)),
@@ -225,7 +227,7 @@ impl Sending {
             content,
             pieces: Mutex::new(Vec::new()),
             encoding,
-            memory_regions,
+            disks,
             encoded: Mutex::new(Encoded::default()),
             replies: Mutex::default(),
             unreadable: Mutex::default(),
@@ -556,7 +558,7 @@ impl Sending {
         encoded.add(&frame);
         // A frame carries either memory or disks.
         let first = batch.blocks.first();
-        if first.is_some_and(|id| usize::from(id.region.0) >= self.memory_regions) {
+        if first.is_some_and(|id| self.disks.contains(&id.region)) {
             encoded.disk_bytes += frame.bytes.len() as u64;
         }
         drop(encoded);

@@ -116,10 +116,12 @@ impl Comparison {
     /// must be stopped at the source.
     pub(crate) fn begin(outbound: &SourceQemu, sending: &Arc<Sending>) -> Self {
         let (memory, places) = outbound.memory();
-        let regions = outbound.regions().iter().cloned();
+        let regions = outbound.regions().iter();
         let memory = regions
-            .zip(places)
-            .map(|(spec, place)| (spec, Content::Memory(memory.clone(), place)))
+            .filter_map(|spec| {
+                let place = *places.get(&spec.id)?;
+                Some((spec.clone(), Content::Memory(memory.clone(), place)))
+            })
             .collect();
         let is_all_there = |disk: &&LocalDisk| disk.strategy.promise == Promise::Everything;
         let disks = outbound.disks().iter().filter(is_all_there);

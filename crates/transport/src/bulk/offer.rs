@@ -140,14 +140,16 @@ impl fmt::Debug for BulkOffer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use longhaul_protocol::{Attempt, Epoch, MigrationId};
+    use longhaul_protocol::{Attempt, AttemptId, Epoch, MigrationId};
 
     const PEER: HostId = HostId([1; 32]);
 
     fn binding(epoch: u32) -> BulkBinding {
         BulkBinding {
-            migration: MigrationId([7; 8]),
-            attempt: Attempt(1),
+            attempt: AttemptId {
+                migration: MigrationId([7; 8]),
+                attempt: Attempt(1),
+            },
             epoch: Epoch(epoch),
         }
     }

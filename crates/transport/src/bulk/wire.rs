@@ -1,7 +1,7 @@
 //! Encodes and decodes the bytes that open a bulk connection and each of its streams.
 
 use super::{BULK_STREAMS_MAX, BulkBinding, BulkToken};
-use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use longhaul_protocol::{Attempt, AttemptId, Epoch, MigrationId};
 
 const OPENING_MAGIC: [u8; 4] = *b"LHBK";
 const FORMAT: u8 = 1;
@@ -144,8 +144,8 @@ impl StreamHeader {
 
 fn encode_binding(binding: &BulkBinding) -> [u8; BINDING_BYTES] {
     let mut bytes = [0; BINDING_BYTES];
-    bytes[..8].copy_from_slice(&binding.migration.0);
-    bytes[8..12].copy_from_slice(&binding.attempt.0.to_le_bytes());
+    bytes[..8].copy_from_slice(&binding.attempt.migration.0);
+    bytes[8..12].copy_from_slice(&binding.attempt.attempt.0.to_le_bytes());
     bytes[12..].copy_from_slice(&binding.epoch.0.to_le_bytes());
     bytes
 }
@@ -170,8 +170,10 @@ fn decode_binding(bytes: &[u8; BINDING_BYTES]) -> BulkBinding {
         e3,
     ] = *bytes;
     BulkBinding {
-        migration: MigrationId([m0, m1, m2, m3, m4, m5, m6, m7]),
-        attempt: Attempt(u32::from_le_bytes([a0, a1, a2, a3])),
+        attempt: AttemptId {
+            migration: MigrationId([m0, m1, m2, m3, m4, m5, m6, m7]),
+            attempt: Attempt(u32::from_le_bytes([a0, a1, a2, a3])),
+        },
         epoch: Epoch(u32::from_le_bytes([e0, e1, e2, e3])),
     }
 }
@@ -183,8 +185,10 @@ mod tests {
 
     fn binding() -> BulkBinding {
         BulkBinding {
-            migration: MigrationId([0xa0, 0xa1, 0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7]),
-            attempt: Attempt(1),
+            attempt: AttemptId {
+                migration: MigrationId([0xa0, 0xa1, 0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7]),
+                attempt: Attempt(1),
+            },
             epoch: Epoch(0x0203),
         }
     }

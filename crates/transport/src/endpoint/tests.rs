@@ -6,7 +6,7 @@ use crate::tls::ALPN_BULK;
 use crate::trust::{Scope, TRUST_FILE};
 use crate::{BulkError, BulkReceiver, CHANNELS_MAX, ChannelError};
 use longhaul_protocol::limits::{CONTROL_MESSAGE_BYTES_MAX, FRAME_BYTES_MAX};
-use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use longhaul_protocol::{Attempt, AttemptId, Epoch, MigrationId};
 
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 
@@ -82,8 +82,10 @@ pub(crate) async fn still_works(bad: &Host, good: &Host) {
 
 fn binding() -> BulkBinding {
     BulkBinding {
-        migration: MigrationId([1; 8]),
-        attempt: Attempt(1),
+        attempt: AttemptId {
+            migration: MigrationId([1; 8]),
+            attempt: Attempt(1),
+        },
         epoch: Epoch(1),
     }
 }

@@ -89,8 +89,10 @@ pub async fn connected(alpha: &Host, beta: &Host) -> (Control, Control) {
 
 pub fn binding(epoch: u32) -> BulkBinding {
     BulkBinding {
-        migration: longhaul_protocol::MigrationId([7; 8]),
-        attempt: longhaul_protocol::Attempt(1),
+        attempt: longhaul_protocol::AttemptId {
+            migration: longhaul_protocol::MigrationId([7; 8]),
+            attempt: longhaul_protocol::Attempt(1),
+        },
         epoch: longhaul_protocol::Epoch(epoch),
     }
 }

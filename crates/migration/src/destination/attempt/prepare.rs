@@ -99,8 +99,8 @@ pub(crate) async fn prepare(
         kept: Kept::default(),
     };
     companions.check(&mut offered).await?;
-    let of = (offered.offer.migration, offered.offer.attempt);
-    let (arrival, called) = AttemptHandle::new(of, peer.id, &DestinationState::Beginning);
+    let id = offered.offer.attempt_id();
+    let (arrival, called) = AttemptHandle::new(id, peer.id, &DestinationState::Beginning);
     // From here on the attempt's task answers questions about it, not the journal.
     let present = Present::new(&context.handles, arrival.clone());
     let mut journal = begin(context, &peer, &offered.offer)?;
@@ -239,9 +239,8 @@ fn begin(context: &Destination, peer: &TrustedHost, offer: &Offer) -> Result<Jou
     let mut journal = journal.map_err(|error| invalid(&error))?;
     // While this offer waited, the source may have given the attempt up over another connection,
     // and its records may have been removed.
-    let of = (offer.migration, offer.attempt);
     let later = |record: &Record| record.attempt() >= offer.attempt;
-    if context.closed.has(peer.id, of) || journal.records().iter().any(later) {
+    if context.closed.has(peer.id, offer.attempt_id()) || journal.records().iter().any(later) {
         return Err(invalid(&"this attempt is over"));
     }
     let began = Record::Began {
@@ -359,9 +358,9 @@ async fn launch(
         offered.offer.digest_key = key.0;
     }
     let keeps = offered.kept.told();
-    let attempt = (offered.offer.migration, offered.offer.attempt);
+    let id = offered.offer.attempt_id();
     let launching = |bulk_token| ToSource::Launching { bulk_token, keeps };
-    let bulk = call.expect_bulk(attempt, FIRST_EPOCH, launching).await;
+    let bulk = call.expect_bulk(id, FIRST_EPOCH, launching).await;
     let host = &context.parts.config.name;
     let refusal = |error: DestinationQemuError| error.into_refusal(host);
     let bulk = bulk.map_err(|error| (refusal(error.into()), None))?;

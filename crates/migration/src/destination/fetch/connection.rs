@@ -55,10 +55,10 @@ impl Fetch {
         receiving.connected(epoch);
         let mut call = self.caller.take().ok_or("it is gone")?;
         let handover = &self.begun.handover;
-        let attempt = (handover.ledger.migration, handover.ledger.terms.attempt);
+        let id = handover.ledger.attempt_id();
         let state = handover.core.attempt_state();
         let resumed = |bulk_token| ToSource::Resumed { bulk_token, state };
-        let bulk = call.expect_bulk(attempt, epoch, resumed).await;
+        let bulk = call.expect_bulk(id, epoch, resumed).await;
         let bulk = bulk.map_err(|error| error.to_string())?;
         self.begun.call = Some(call);
         self.offered = Some((receiving, bulk, epoch));

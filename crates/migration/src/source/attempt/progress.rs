@@ -13,8 +13,8 @@ use longhaul_api::{Outcome, RegionProgress};
 use longhaul_engine::handover::SourceState;
 use longhaul_engine::source::Downtime;
 use longhaul_engine::stop::StopReason;
-use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::message::{GuestClock, Summary};
+use longhaul_protocol::{BLOCK_SIZE, RegionKind};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -58,13 +58,13 @@ impl SourceAttempt {
                 let disk = disks.clone().find(|disk| disk.spec.id == spec.id);
                 let image = disk.map(LocalDisk::image_blocks);
                 let blocks = image.unwrap_or(spec.blocks).max(pending);
-                let id = spec.id;
+                let (id, kind) = (spec.id, spec.kind());
                 RegionProgress {
                     name: spec.name,
                     blocks_total: blocks,
                     blocks_settled: blocks - pending,
                     blocks_pending: pending,
-                    disk: spec.durable,
+                    disk: kind == RegionKind::Disk,
                     strategy: disk.map(LocalDisk::choice),
                     why: disk.and_then(LocalDisk::why),
                     waiting: None,
