@@ -35,10 +35,9 @@ impl Companion for Arrival {
         })
     }
 
-    /// The guest's memory is here, so the cached one is not needed any more.
-    fn running(&mut self) -> Option<Step<'static, ()>> {
+    /// The guest belongs to this host, so its cached memory is not needed any more.
+    fn finished(&mut self) {
         self.0.context.sweeper.wake();
-        None
     }
 }
 
