@@ -114,7 +114,7 @@ pub const MIGRATION_MODULES: [(&str, &[&str]); 18] = [
     ("left_behind", &["context", "disks", "host", "status"]),
     ("source", &BELOW_THE_ENDS),
     ("destination", &BELOW_THE_ENDS),
-    ("residue", &["context"]),
+    ("residue", &["context", "host"]),
     (
         "companions",
         &[
