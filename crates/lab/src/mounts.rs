@@ -1,4 +1,4 @@
-//! Unmounts what is left mounted below a folder.
+//! Unmounts all file systems that are mounted below a folder.
 
 use std::ffi::OsString;
 use std::fs;

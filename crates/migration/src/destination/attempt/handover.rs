@@ -266,7 +266,7 @@ impl DestinationOwner for DestinationAttempt {
             Action::Quit => {
                 self.inbound.quit().await;
                 // Before the record that nothing remains: a later agent that reads the record does
-                // not look for what is left.
+                // not look for it.
                 self.companions.ended().await;
                 Some(Event::QemuGone)
             }
