@@ -26,6 +26,7 @@ use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{self, Refusal, RefusalCode, Verdict};
+use longhaul_protocol::units::show_bytes;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io;
@@ -139,14 +140,25 @@ fn sync(context: &Context, guest: &str) -> io::Result<()> {
     }
 }
 
-/// Returns an error and a hint unless a guest's QEMU has the image open.
+/// Returns an error and a hint unless a guest's QEMU has the image open, and it may move.
 fn is_used(context: &Context, guest: &Guest) -> Result<(), (String, String)> {
     let Some((name, image)) = local(context, guest.description()) else {
         return Ok(());
     };
-    let used = fs::metadata(&image.path)
-        .and_then(|about| has_open(guest.pid().unwrap_or_default(), &about));
+    let about = fs::metadata(&image.path);
+    let bytes = about.as_ref().map_or(0, |about| about.len());
+    let used = about.and_then(|about| has_open(guest.pid().unwrap_or_default(), &about));
     let why = match used {
+        // The destination refuses it too, but only after the offer.
+        Ok(true) if bytes > BYTES_MAX => {
+            let text = format!(
+                "{WHAT}: their image has {}, and at most {} move along",
+                show_bytes(bytes),
+                show_bytes(BYTES_MAX)
+            );
+            let hint = "put the image on storage that both hosts see, without `local`";
+            return Err((text, hint.to_owned()));
+        }
         Ok(true) => return Ok(()),
         Ok(false) => "it is not the file that its QEMU uses".to_owned(),
         Err(error) => error.to_string(),
