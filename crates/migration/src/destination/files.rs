@@ -536,3 +536,49 @@ fn short(digest: &[u8; 32]) -> String {
         .map(|byte| format!("{byte:02x}"))
         .collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn uefi_guest() -> GuestDescription {
+        toml::from_str(
+            "name = \"web-7\"\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\n\
+             memory_mib = 64\n[hardware.flash]\ncode = \"ovmf\"\nvariables = \"vars\"\n",
+        )
+        .unwrap()
+    }
+
+    #[test]
+    fn variables_that_are_local_on_one_host_only_are_refused() {
+        let guest = uefi_guest();
+        let question = Question {
+            here: "paris",
+            peer: "lyon",
+            guest: &guest,
+        };
+        let claim = FileClaim {
+            kind: FileKind::Image,
+            name: "vars".to_owned(),
+            path: "/srv/vars.fd".to_owned(),
+            locks: None,
+            content: None,
+        };
+        let refused = |known: &[(FileKind, String)], claims: &[FileClaim]| {
+            let mut proof = Proof::default();
+            question.shared_there(known, claims, &mut proof);
+            proof.checks.into_iter().next()
+        };
+        // Of files here, those that are local are not in the list.
+        let check = refused(&[], std::slice::from_ref(&claim)).unwrap();
+        assert_eq!(check.verdict, Verdict::Refused);
+        assert!(
+            check.text.contains("from paris and not from lyon"),
+            "{check:?}"
+        );
+        assert!(check.hint.unwrap().contains("[images.vars]"));
+        assert!(refused(&[], &[]).is_none(), "local on both");
+        let known = [(FileKind::Image, "vars".to_owned())];
+        assert!(refused(&known, &[claim]).is_none(), "shared on both");
+    }
+}
