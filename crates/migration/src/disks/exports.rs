@@ -225,7 +225,7 @@ pub(crate) fn device(guest: &GuestDescription, disk: &str) -> Result<String, Str
     Ok(format!("/machine/peripheral/{id}{below}"))
 }
 
-pub(crate) async fn nodes(guest: &Guest, qmp: &Qmp, device: &str) -> Result<DiskNodes, String> {
+async fn nodes(guest: &Guest, qmp: &Qmp, device: &str) -> Result<DiskNodes, String> {
     let pid = guest.pid().ok_or("its QEMU has no process")?;
     let line = fs::read(format!("/proc/{pid}/cmdline")).map_err(|error| error.to_string())?;
     let words = line.split(|byte| *byte == 0);
@@ -234,6 +234,18 @@ pub(crate) async fn nodes(guest: &Guest, qmp: &Qmp, device: &str) -> Result<Disk
         .collect();
     let found = disk::find(qmp, &words, device).await;
     found.map_err(|error| error.to_string())
+}
+
+/// Returns the path of a disk's device in QEMU, and the nodes of the disk.
+pub(crate) async fn device_and_nodes(
+    guest: &Guest,
+    qmp: &Qmp,
+    disk: &str,
+) -> Result<(String, DiskNodes), FrontError> {
+    let of_disk = |why: String| FrontError::new(disk, &why);
+    let device = device(guest.description(), disk).map_err(of_disk)?;
+    let nodes = nodes(guest, qmp, &device).await.map_err(of_disk)?;
+    Ok((device, nodes))
 }
 
 pub(crate) fn random_name() -> io::Result<String> {
@@ -418,10 +430,7 @@ pub(crate) async fn put_in_for(
     let mut folders = Vec::new();
     for (n, disk) in disks.iter().enumerate() {
         let of_disk = |why: &dyn Display| FrontError::new(&disk.name, why);
-        let device = device(guest.description(), &disk.name);
-        let device = device.map_err(|why| of_disk(&why))?;
-        let nodes = nodes(guest, qmp, &device).await;
-        let nodes = nodes.map_err(|error| of_disk(&error))?;
+        let (device, nodes) = device_and_nodes(guest, qmp, &disk.name).await?;
         let (size, image_use) = shown(disk.grows);
         let of = Below {
             device,

@@ -1,7 +1,9 @@
 //! The disk exports of a departing guest: placed below its disks, with a receiver of their write
 //! reports.
 
-use crate::disks::exports::{Below, FrontError, LeftDisk, device, insert_all, make, nodes, shown};
+use crate::disks::exports::{
+    Below, FrontError, LeftDisk, device_and_nodes, insert_all, make, shown,
+};
 use crate::source::local_disks::may_be_left;
 use crate::source::qemu::SourceQemu;
 use crate::source::sender::Sending;
@@ -47,10 +49,7 @@ impl Fronts {
         let mut all_nodes = Vec::new();
         for (n, disk) in disks.iter().enumerate() {
             let of_disk = |why: &dyn Display| FrontError::new(&disk.spec.name, why);
-            let device = device(guest.description(), &disk.spec.name);
-            let device = device.map_err(|why| of_disk(&why))?;
-            let nodes = nodes(guest, qmp, &device).await;
-            let nodes = nodes.map_err(|error| of_disk(&error))?;
+            let (device, nodes) = device_and_nodes(guest, qmp, &disk.spec.name).await?;
             let identity = ImageIdentity::of(&disk.disk).map_err(|error| of_disk(&error))?;
             let left = may_be_left(disk).then(|| LeftDisk {
                 migration: sending.migration(),

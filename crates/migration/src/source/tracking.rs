@@ -3,7 +3,7 @@
 
 use crate::context::Context;
 use crate::disks::exports::{
-    self, Below, FrontError, Noted, device, insert_all, make, nodes, shown,
+    self, Below, FrontError, Noted, device_and_nodes, insert_all, make, shown,
 };
 use crate::disks::tracked_writes::{self, TrackedDisk};
 use crate::source::local_disks::{self, Known, LocalDisk};
@@ -81,10 +81,7 @@ async fn put_in(
     let mut all_nodes = Vec::new();
     for (n, disk) in disks.iter().enumerate() {
         let of_disk = |why: &dyn Display| FrontError::new(&disk.spec.name, why);
-        let device = device(guest.description(), &disk.spec.name);
-        let device = device.map_err(|why| of_disk(&why))?;
-        let nodes = nodes(guest, qmp, &device).await;
-        let nodes = nodes.map_err(|error| of_disk(&error))?;
+        let (device, nodes) = device_and_nodes(guest, qmp, &disk.spec.name).await?;
         let (size, image_use) = shown(disk.grows());
         let of = Below {
             disk: &disk.spec.name,
