@@ -427,6 +427,12 @@ impl Manager {
         source::tracking::refuse_tracked(&self.context, guest)
     }
 
+    /// Returns the reasons that prevent a move of a reserved guest until the guest or this host's
+    /// configuration is changed. A plan shows the same ones.
+    pub async fn lasting_reasons(&self, guest: &str) -> Result<Vec<ApiError>, ApiError> {
+        source::checks::lasting(&self.context, guest).await
+    }
+
     /// Resumes a guest that belongs to this host and is paused in QEMU.
     pub async fn resume(&self, guest: &str) -> Result<(), ApiError> {
         let _reservation = self.reserve(guest).await?;

@@ -2,7 +2,8 @@
 
 use crate::agent::guests::{Guests, Known, unknown};
 use longhaul_api::{ApiError, AttachGuest, ErrorCode, Guest};
-use longhaul_hypervisor::attach::Attach;
+use longhaul_hypervisor::attach::{Attach, AttachGuestError};
+use longhaul_hypervisor::observe::Blocker;
 use longhaul_migration::{Manager, UNCHANGED, attach_failure};
 use std::path::PathBuf;
 
@@ -50,6 +51,20 @@ impl Guests {
         candidate
             .keep(&self.parts.config.hypervisor)
             .map_err(attach_failure)?;
+        let reasons = manager.lasting_reasons(name).await;
+        let refused = match reasons {
+            Ok(reasons) if reasons.is_empty() => None,
+            Ok(reasons) => Some(refused(name, reasons)),
+            Err(error) => Some(error),
+        };
+        if let Some(error) = refused {
+            let guest = self.known()?.remove(name);
+            if let Some(Known::Running(guest) | Known::Ended(guest)) = guest {
+                let detached = self.parts.launcher.detach(&guest);
+                detached.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+            }
+            return Err(error);
+        }
         tracing::info!(guest = %name, "attached");
         self.get(manager, name).await
     }
@@ -74,6 +89,18 @@ impl Guests {
         tracing::info!(guest = %name, "detached");
         Ok(())
     }
+}
+
+/// Returns the error for a guest that could not be moved.
+fn refused(name: &str, reasons: Vec<ApiError>) -> ApiError {
+    let refusals = reasons.into_iter().map(|reason| Blocker {
+        text: reason.message,
+        hint: reason.hint.unwrap_or_default(),
+    });
+    attach_failure(AttachGuestError::Refused {
+        name: name.to_owned(),
+        refusals: refusals.collect(),
+    })
 }
 
 /// Returns the error for a guest that another program started and that has ended: only that program

@@ -158,8 +158,20 @@ pub(crate) fn local(
     known: &Known,
     memory: &[RegionSpec],
 ) -> Result<Vec<LocalDisk>, ApiError> {
+    let local = each(context, guest, asked, known, memory);
+    local.into_iter().collect()
+}
+
+/// Returns each disk that moves with the guest, or why it cannot.
+pub(crate) fn each(
+    context: &Context,
+    guest: &GuestDescription,
+    asked: DiskChoice,
+    known: &Known,
+    memory: &[RegionSpec],
+) -> Vec<Result<LocalDisk, ApiError>> {
     if asked == DiskChoice::Shared {
-        return Ok(Vec::new());
+        return Vec::new();
     }
     let disks = guest.disks.iter().filter(|disk| disk.is_local());
     let first = memory.last().map_or(0, |last| last.id.0 + 1);

@@ -4,6 +4,7 @@ pub(crate) mod acks;
 pub(crate) mod attempt;
 pub(crate) mod blockers;
 pub(crate) mod candidate;
+pub(crate) mod checks;
 pub(crate) mod companion;
 pub(crate) mod connect;
 pub(crate) mod convergence;

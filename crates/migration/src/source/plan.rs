@@ -2,25 +2,22 @@
 
 use crate::context::Context;
 use crate::source::Source;
-use crate::source::candidate::{Candidate, candidate, is_paused};
+use crate::source::candidate::{Candidate, candidate};
+use crate::source::checks::{self, Examined, Reason};
 use crate::source::companion::About;
 use crate::source::convergence;
 use crate::source::files::{self, AskError, Held};
 use crate::source::local_disks::{self, Known, LocalDisk};
-use crate::source::qemu::SourceQemu;
-use crate::source::tracking::refuse_tracked;
+use crate::source::qemu::{SourceQemu, SourceQemuError};
 use crate::status::failure;
 use crate::status::registry::Taken;
 use longhaul_api::{
     ApiError, Asked, Check, Convergence, DiskChoice, ErrorCode, Plan, PlanRequest, Prediction,
     ProbeResult, Strategy,
 };
-use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::attach::look_again;
 use longhaul_hypervisor::dirty_rate;
 use longhaul_hypervisor::memory::GuestMemory;
-use longhaul_hypervisor::observe::{self, Blocker};
-use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_hypervisor::tested;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{self, Query, Verdict};
@@ -111,38 +108,26 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
 /// Checks the disks that move with the guest. Returns an estimate of the bytes that travel.
 fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: &mut Plan) -> u64 {
     let guest = candidate.guest.description();
-    if let Err(error) = refuse_tracked(context, &guest.name) {
-        let hint = error.hint.unwrap_or_default();
-        plan.checks
-            .push(Check::refuse("disks", error.message, hint));
-    }
-    match block_in_place(|| local_disks::local(context, guest, DiskChoice::Auto, known, &[])) {
-        Ok(disks) => {
-            plan.checks.extend(disks.iter().map(|disk| {
-                let offered = &disk.offered;
-                let why = disk.why.map(|why| format!(", since {why}"));
-                let base = disk.base();
-                let base = base.map(|id| format!(", without its base image {}", id.short()));
-                let text = format!(
-                    "disk {} moves along{}: {}, {} of it allocated; by {}{}",
-                    offered.name,
-                    base.unwrap_or_default(),
-                    show_bytes(disk.shown_bytes()),
-                    show_bytes(offered.allocated_bytes),
-                    disk.choice(),
-                    why.unwrap_or_default()
-                );
-                Check::ok("disks", text)
-            }));
-            block_in_place(|| disks.iter().map(LocalDisk::probable_bytes).sum())
-        }
-        Err(error) => {
-            let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
-            plan.checks
-                .push(Check::refuse("disks", error.message, hint));
-            0
-        }
-    }
+    // The checks of the guest report why a disk cannot move.
+    let disks = block_in_place(|| local_disks::each(context, guest, DiskChoice::Auto, known, &[]));
+    let disks: Vec<LocalDisk> = disks.into_iter().filter_map(Result::ok).collect();
+    plan.checks.extend(disks.iter().map(|disk| {
+        let offered = &disk.offered;
+        let why = disk.why.map(|why| format!(", since {why}"));
+        let base = disk.base();
+        let base = base.map(|id| format!(", without its base image {}", id.short()));
+        let text = format!(
+            "disk {} moves along{}: {}, {} of it allocated; by {}{}",
+            offered.name,
+            base.unwrap_or_default(),
+            show_bytes(disk.shown_bytes()),
+            show_bytes(offered.allocated_bytes),
+            disk.choice(),
+            why.unwrap_or_default()
+        );
+        Check::ok("disks", text)
+    }));
+    block_in_place(|| disks.iter().map(LocalDisk::probable_bytes).sum())
 }
 
 /// Returns the check that explains what an early release saves and risks.
@@ -174,31 +159,6 @@ fn qemu(error: &dyn Display) -> ApiError {
     ApiError::new(ErrorCode::Qemu, error.to_string())
 }
 
-/// Returns a guest's machine and the reasons that prevent its move, for guests that Longhaul
-/// launched and for others.
-pub(crate) async fn examine(
-    context: &Context,
-    guest: &Guest,
-    qmp: &Qmp,
-) -> Result<(Machine, Vec<Blocker>), ApiError> {
-    let config = &context.parts.config.hypervisor;
-    let looking = async {
-        let attached = look_again(guest, qmp, config).await;
-        if let Some(examined) = attached.map_err(failure::attach)? {
-            return Ok(examined);
-        }
-        let examined = observe::examine(qmp, guest.process()).await;
-        examined.map_err(|error| qemu(&error))
-    };
-    let disks = async {
-        let found = crate::source::blockers::find(context, guest, qmp).await;
-        found.map_err(|error| qemu(&error))
-    };
-    let ((machine, mut blockers), of_disks) = tokio::try_join!(looking, disks)?;
-    blockers.extend(of_disks);
-    Ok((machine, blockers))
-}
-
 async fn look_here(
     context: &Context,
     candidate: &Candidate,
@@ -208,9 +168,13 @@ async fn look_here(
     let lease = guests.lease(&candidate.guest, COMMAND_TIMEOUT).await;
     let lease = lease.map_err(|error| qemu(&error))?;
     let qmp = lease.qmp();
-    let known = Known::of(&candidate.guest, DiskChoice::Auto, qmp);
-    let (examined, known) = tokio::join!(examine(context, &candidate.guest, qmp), known);
-    let (machine, blockers) = examined?;
+    let examined = checks::examine(context, &candidate.guest, qmp, DiskChoice::Auto).await?;
+    let Examined {
+        machine,
+        known,
+        reasons,
+        ..
+    } = examined;
     plan.qemu = Some(machine.qemu.clone());
     plan.machine_type = Some(machine.machine_type.clone());
     plan.accelerator = Some(machine.accelerator.clone());
@@ -218,37 +182,25 @@ async fn look_here(
     let newer = tested::warning(&machine.qemu, &plan.source);
     plan.checks
         .extend(newer.map(|text| Check::warn("qemu", text, tested::hint(&plan.source))));
-    if blockers.is_empty() {
+    let refused = |subject: &str| reasons.iter().any(|reason| reason.subject == subject);
+    let has_memory = !refused("memory");
+    if !refused("devices") {
         plan.checks
             .push(Check::ok("devices", "all devices can be moved"));
     }
-    plan.checks.extend(
-        blockers
-            .into_iter()
-            .map(|b| Check::refuse("devices", b.text, b.hint)),
-    );
-    if let Err(error) = is_paused(qmp).await {
-        plan.checks.push(Check::refuse(
-            "guest",
-            error.message,
-            "resume it, or stop it, first",
-        ));
-    }
+    plan.checks
+        .extend(reasons.into_iter().map(Reason::into_check));
     let mut seen = Look::default();
-    match SourceQemu::attach(guests.clone(), candidate.guest.clone(), lease).await {
-        Ok(outbound) => {
-            let mut looking = look(&outbound);
-            while looking.changed().await.is_ok() {}
-            seen = *looking.borrow();
-            plan.memory_used_bytes = seen.used_bytes;
-            plan.dirty_rate_bytes_per_s = seen.dirty_bytes_per_s;
-        }
-        Err(error) => plan.checks.push(Check::refuse(
-            "memory",
-            error.to_string(),
-            "the agent must be allowed to read the memory of QEMU (CAP_SYS_PTRACE)",
-        )),
+    if !has_memory {
+        return Ok((machine, seen, known));
     }
+    let outbound = SourceQemu::attach(guests.clone(), candidate.guest.clone(), lease).await;
+    let outbound = outbound.map_err(SourceQemuError::into_api)?;
+    let mut looking = look(&outbound);
+    while looking.changed().await.is_ok() {}
+    seen = *looking.borrow();
+    plan.memory_used_bytes = seen.used_bytes;
+    plan.dirty_rate_bytes_per_s = seen.dirty_bytes_per_s;
     Ok((machine, seen, known))
 }
 

@@ -9,12 +9,13 @@ use crate::limits::bandwidth::Share;
 use crate::limits::shared_dedup::Gang;
 use crate::source::Source;
 use crate::source::attempt::{SourceAttempt, Task};
-use crate::source::candidate::{Candidate, candidate, is_paused};
+use crate::source::candidate::{Candidate, candidate};
+use crate::source::checks::{self, Examined};
 use crate::source::companion::{About, Companions};
 use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
 use crate::source::files::{self, AskError, Held};
-use crate::source::local_disks::{self, Known, LocalDisk, may_be_left};
+use crate::source::local_disks::{self, LocalDisk, may_be_left};
 use crate::source::plan::{self, Look};
 use crate::source::qemu::SourceQemu;
 use crate::source::recovered::RecoveredSource;
@@ -169,24 +170,23 @@ impl Preparing {
         let qmp = lease.qmp();
         let mut companions = self.source.companions(&self.about());
         companions.check(guest, qmp).await?;
-        let examining = async {
-            let (machine, blockers) = plan::examine(&self.source, guest, qmp).await?;
-            match blockers.into_iter().next() {
-                Some(blocker) => {
-                    Err(ApiError::new(ErrorCode::Refused, blocker.text).hint(blocker.hint))
-                }
-                None => Ok(machine),
-            }
-        };
+        let asked = self.request.disks;
+        let examining = checks::examine(&self.source, guest, qmp, asked);
         let connecting = async {
             let connecting = self.source.context.endpoint.connect(&host.name);
             let control = self.unless_cancelled(connecting).await?;
             control.map_err(|error| failure::connect(&host.name, &error))
         };
-        let asked = self.request.disks;
-        let looking = async { Ok(Known::of(guest, asked, qmp).await) };
-        let (machine, paused, control, mut known) =
-            tokio::try_join!(examining, is_paused(qmp), connecting, looking)?;
+        let (examined, control) = tokio::try_join!(examining, connecting)?;
+        let Examined {
+            machine,
+            paused,
+            mut known,
+            reasons,
+        } = examined;
+        if let Some(reason) = reasons.into_iter().next() {
+            return Err(reason.error);
+        }
         let limit = self.share.of(self.request.bandwidth_bps);
         known.limit(
             self.source.context.link_rate(&host.name),
