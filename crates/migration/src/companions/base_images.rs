@@ -4,6 +4,7 @@ use crate::context::Context;
 use crate::destination::companion::{About, Companion, Offered, Step};
 use crate::destination::qemu::DestinationQemu;
 use crate::disks::base_images::ComingBases;
+use crate::disks::export_notes;
 use crate::disks::lazy_base_images;
 use crate::residue::{Again, Residue};
 use longhaul_protocol::message::{Refusal, RefusalCode, Summary};
@@ -99,7 +100,8 @@ pub(super) struct Exports {
 
 impl Residue for Exports {
     fn open(&self, state: &Path) -> io::Result<()> {
-        lazy_base_images::notes_in(state).remove_unfinished()
+        lazy_base_images::notes_in(state).remove_unfinished()?;
+        export_notes::remove_stray_logs::<lazy_base_images::Note>(state)
     }
 
     fn sweep<'a>(&'a self, context: &'a Arc<Context>) -> Step<'a, Again> {

@@ -3,6 +3,7 @@
 use crate::context::Context;
 use crate::destination::companion::{About, Companion, Offered, Step};
 use crate::destination::qemu::DestinationQemu;
+use crate::disks::export_notes;
 use crate::disks::exports::{self, Comes};
 use crate::disks::images::grows;
 use crate::residue::{Again, Residue};
@@ -175,7 +176,8 @@ struct Known {
 
 impl Residue for Exports {
     fn open(&self, state: &Path) -> io::Result<()> {
-        exports::notes_in(state).remove_unfinished()
+        exports::notes_in(state).remove_unfinished()?;
+        export_notes::remove_stray_logs::<exports::Note>(state)
     }
 
     fn sweep<'a>(&'a self, context: &'a Arc<Context>) -> Step<'a, Again> {

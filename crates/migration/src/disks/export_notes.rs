@@ -251,6 +251,26 @@ pub(crate) fn remove_unnoted(folder: &Path) -> io::Result<()> {
     remove_if_there(&export_process::log(folder))
 }
 
+/// Removes the logs of exports that have neither a note nor a folder: an agent died while it
+/// removed them. A folder without a note stays, since its note may have been lost. Call this before
+/// any export is created.
+pub(crate) fn remove_stray_logs<N: ExportNote>(state: &Path) -> io::Result<()> {
+    let store = NoteStore::<N>::of(state);
+    let entries = match fs::read_dir(store.folder()) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
+    for entry in entries {
+        let log = entry?.path();
+        let folder = log.with_extension("");
+        let is_log = export_process::log(&folder) == log;
+        if is_log && !folder.exists() && !Noted::<N>::is_noted(&folder) {
+            remove_if_there(&log)?;
+        }
+    }
+    Ok(())
+}
+
 /// Removes the files that identify an export's image.
 pub(crate) fn forget(export: &Path) -> io::Result<()> {
     for what in [CONTENT, ACCEPT] {
@@ -351,5 +371,24 @@ mod tests {
         remove_unnoted(&folder).unwrap();
         assert_eq!(fs::read_dir(&above).unwrap().count(), 0);
         remove_unnoted(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_log_without_an_export_is_removed_at_the_start() {
+        let state = tempfile::tempdir().unwrap();
+        remove_stray_logs::<Some>(state.path()).unwrap();
+        let above = create_above::<Some>(state.path()).unwrap();
+        let folder = |name: &str| above.join(name);
+        for name in ["ended-11.0", "noted.0", "made.0"] {
+            fs::write(export_process::log(&folder(name)), "").unwrap();
+        }
+        Noted::new(folder("noted.0"), Some).write().unwrap();
+        fs::create_dir(folder("made.0")).unwrap();
+        remove_stray_logs::<Some>(state.path()).unwrap();
+        let exists = |name: &str| export_process::log(&folder(name)).exists();
+        assert_eq!(
+            ["ended-11.0", "noted.0", "made.0"].map(exists),
+            [false, true, true]
+        );
     }
 }
