@@ -17,6 +17,7 @@ use longhaul_protocol::wire::{self, WireError};
 use longhaul_protocol::{BLOCK_SIZE, Epoch, MigrationId, RegionId, RegionSpec};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use longhaul_storage::front::FrontFolder;
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::{Notify, Semaphore};
@@ -238,13 +239,16 @@ impl Receiving {
         let mut inner = self.lock();
         while let Some((region, disk)) = inner.disks.poll_sync() {
             let receiving = self.clone();
-            tokio::task::spawn_blocking(move || {
-                let done = disk.flush();
-                receiving.lock().disks.synced(region, done);
-                receiving.synced.notify_waiters();
-                receiving.sync();
-            });
+            tokio::task::spawn_blocking(move || receiving.synced(region, disk.flush()));
         }
+    }
+
+    /// Takes the result of a sync, and starts what is due after it. Whoever waits is told at last:
+    /// the steps after a sync can be what makes a disk durable.
+    fn synced(self: &Arc<Self>, region: RegionId, done: io::Result<()>) {
+        self.lock().disks.synced(region, done);
+        self.sync();
+        self.synced.notify_waiters();
     }
 
     /// Returns the early and the other part of the device state, packed; `None` for a part that is
@@ -521,6 +525,98 @@ fn no_disk(region: RegionId) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits::shared_dedup::Gangs;
+    use longhaul_codec::Content;
+    use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled, Remaining};
+    use longhaul_protocol::{BlockRange, HostId};
+    use longhaul_storage::disk::ExportSize;
+    use std::task::{Context, Wake, Waker};
+
+    const KEY: DigestKey = DigestKey([3; 32]);
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// Records, at each wake-up, whether the disks were durable then.
+    struct AtWakeUp {
+        receiving: Arc<Receiving>,
+        durable: Mutex<Vec<bool>>,
+    }
+
+    impl Wake for AtWakeUp {
+        fn wake(self: Arc<Self>) {
+            let durable = self.receiving.is_settled().unwrap();
+            self.durable.lock().unwrap().push(durable);
+        }
+    }
+
+    /// A waiter that looks before the last step sees nothing, and nobody wakes it again: its guest
+    /// stays stopped.
+    #[tokio::test]
+    async fn the_last_wake_up_comes_when_the_disks_are_durable() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let image = RawDisk::open(file.path(), ExportSize::OfFile).unwrap();
+        let region = RegionSpec {
+            id: RegionId(0),
+            name: "vda".to_owned(),
+            blocks: 256,
+            durable: true,
+            starts_zero: true,
+        };
+        let regions = std::slice::from_ref(&region);
+        let offered = OfferedDisk {
+            region: region.id,
+            name: region.name.clone(),
+            image_bytes: 1 << 20,
+            allocated_bytes: 0,
+            format: DiskFormat::Raw,
+            pulled: Pulled::All,
+            base: None,
+        };
+        let disks = Disks::new(regions, &[offered], &[Arc::new(image)]);
+        let means = Means {
+            others: Gangs::default().others(HostId([1; 32])),
+            workers: Arc::new(Semaphore::new(1)),
+            pace: Pace::new(PATIENCE, PATIENCE, Instant::now()),
+        };
+        let receiving = Receiving::of_disks(regions, disks, KEY, means).unwrap();
+        let write = BlockWrite {
+            region: region.id,
+            range: BlockRange::new(7, 1),
+            content: Content::Bytes(&[1; BLOCK_SIZE]),
+        };
+        receiving.lock().disks.write(&write, 1).unwrap();
+        let missing = Remaining {
+            chunk: 1,
+            chunks: 1,
+            mask: 1,
+            written_blocks: 0,
+        };
+        let list = List {
+            remaining: vec![missing],
+            ..List::nothing(region.id)
+        };
+        receiving.listed(&list).unwrap();
+        // The sync is carried out by hand, so that the waiter comes first.
+        let (due, disk) = {
+            let mut inner = receiving.lock();
+            inner.disks.seal();
+            inner.disks.poll_sync().unwrap()
+        };
+        let wakes = Arc::new(AtWakeUp {
+            receiving: receiving.clone(),
+            durable: Mutex::default(),
+        });
+        let waker = Waker::from(wakes.clone());
+        let mut settled = std::pin::pin!(receiving.settled());
+        assert!(
+            settled
+                .as_mut()
+                .poll(&mut Context::from_waker(&waker))
+                .is_pending()
+        );
+        receiving.synced(due, disk.flush());
+        assert_eq!(wakes.durable.lock().unwrap().last(), Some(&true));
+    }
 
     #[test]
     fn a_frame_is_not_taken_for_a_piece() {
