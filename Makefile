@@ -98,7 +98,7 @@ unit: tests ## unit and documentation tests
 	$(CARGO) test --profile tests --workspace --locked --lib --bins
 	$(CARGO) test --profile tests --workspace --locked --doc
 
-model: tests ## explore the handover in every order of events (half a minute; deeper: target/tests/model --deep)
+model: tests ## explore the handover in every order of events (a minute; deeper: target/tests/model --deep)
 	@echo "== model of the handover"
 	target/tests/model
 

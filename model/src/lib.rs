@@ -14,21 +14,21 @@
 //! named):
 //!
 //! - Actions are executed in order, then their results are fed. Product: `handover/ledger.rs`:
-//!   `feed_*`, `run_*`; here: `go_on`, `act`.
-//! - A record that fails twice waits; other events are fed meanwhile. Product:
-//!   `handover/ledger.rs`: `unwritten`, `retry_*`; here: `retry`.
+//!   `drive_source`, `drive_destination`; here: `go_on`, `act`.
+//! - A record that fails twice waits; other events are fed meanwhile. Product: `durable.rs` in
+//!   `attempt`: `keep`, `due`; here: `retry`.
 //! - A right is not replaced by one of an older generation, but given back where that is intended.
 //!   Product: `rights.rs` in `storage`; here: `note`, `give_back`.
 //! - An operator's statement is noted even where a copy of the guest is. Product:
 //!   `handover/ledger.rs`: `concede`; here: `concede`.
 //! - BEGAN and PEER are durable before the offer goes out. If one cannot be written, the journal is
 //!   removed, or stays until the next start, and the guest's name is free. QEMU is started after
-//!   the destination's BEGAN. Product: `source/prepare.rs`, `destination/attempt.rs`; here:
+//!   the destination's BEGAN. Product: `source/prepare.rs`, `destination/attempt/prepare.rs`; here:
 //!   `prepare`, `launch`.
 //! - A source asks only the identity that BEGAN names, and, unless it keeps the guest anyway, only
 //!   the journals that PEER names. Product: `source/connect.rs`; here: `is_foreign`.
 //! - A guest that QEMU does not resume at the source is tried again, and the journal is not closed
-//!   before it is resumed. Product: `handover/ledger.rs`: `unresumed`; here: `resume_source`,
+//!   before it is resumed. Product: `source.rs` in `attempt`: `unresumed`; here: `resume_source`,
 //!   `retry`.
 //! - An attempt begins only where the host has the right, the guest runs and its name is free.
 //!   Product: `source/prepare.rs`, `status/registry.rs`; here: `ask_for_migration`.
@@ -38,12 +38,12 @@
 //! - An offer is refused when the attempt is known, the name is taken, or the generation is old.
 //!   Product: `destination/attempt/prepare.rs`; here: `destination_hears_offer`.
 //! - An offer of a closed attempt is refused by an agent that saw it close; an agent that did not
-//!   has no connection on which it could arrive. Product: `destination/recovered.rs`: `is_closed`;
-//!   here: `destination_hears_offer`, `crash`.
-//! - Every connection begins with the question. Product: `source/connect.rs`,
-//!   `source/recovered.rs`: `meet`; here: `connect`.
+//!   has no connection on which it could arrive. Product: `destination/attempt/prepare.rs`:
+//!   `begin`, `destination/closed.rs`; here: `destination_hears_offer`, `crash`.
+//! - Every connection begins with the question. Product: `source/connect.rs`: `ask`, `try_resume`;
+//!   here: `connect`.
 //! - A restarted source cannot send blocks: it cancels if the destination waits for some. Product:
-//!   `source/recovered.rs`: `heard`; here: `source_hears_waiting`.
+//!   `source.rs` in `attempt`: `message`; here: `source_hears_waiting`.
 //! - A source that lost its QEMU gives up, unless everything was sent. Product:
 //!   `source/attempt/handover.rs`: `qemu_ended`; here: `see_gone`.
 //! - A restarted source follows an operator's statement only for a guest that has not gone on
@@ -54,17 +54,17 @@
 //! - Without a task a destination forgets settled attempts, and reads its journal when asked.
 //!   Product: `destination/recovered.rs`: `answer`; here: `leave`.
 //! - Only the agent that loaded a copy takes a refused `cont` as proof that it never ran. Product:
-//!   `destination/attempt/handover.rs`, `destination/recovered.rs`: `resume`; here:
+//!   `destination/attempt/handover.rs`: `resume_guest`, `destination/recovered.rs`: `resume`; here:
 //!   `resume_destination`.
 //! - A `cont` without an answer counts as done. Product: the same; here: `resume_destination`.
 //! - Nothing of the source is needed once the guest runs, or the source sends what is missing, or
-//!   an operator gives it up. Product: `destination/attempt/handover.rs`: `step`,
+//!   an operator gives it up. Product: `destination.rs` in `attempt`: `after_step`,
 //!   `destination/fetch.rs`; here: `all_present`, `give_up`.
 //! - An operator takes the right back only while no attempt of the guest is open. Product:
 //!   `left_behind.rs`; here: `reclaim`.
 //! - The destination's journal is removed with CLOSED, the source's when the source learns of that.
-//!   Product: `destination/attempt.rs`: `end`, `destination/recovered.rs`, `source/recovered.rs`;
-//!   here: `go_on`, `source_hears`.
+//!   Product: `destination/attempt/handover.rs`: `end`, `destination/recovered.rs`,
+//!   `source/recovered.rs`; here: `go_on`, `source_hears`.
 //!
 //! Assumptions about the world: a message is from the peer and intact; a lost host loses the
 //! messages on their way to it; in `postmigrate` only `cont` wakes a guest; an operator who

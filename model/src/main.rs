@@ -17,7 +17,7 @@ const STATES_MAX: usize = 60_000_000;
 /// The number of threads: as many as `make test` may count on.
 const THREADS: usize = 2;
 const HELP: &str = "\
-model - explores the hand-over, with the functions that the agents run
+model - explores the handover, with the functions that the agents run
 
 usage: model [--deep]
 

@@ -319,7 +319,7 @@ mod tests {
         assert!(
             committed == openapi(),
             "crates/api/openapi.json is out of date: \
-             LONGHAUL_BLESS=1 cargo test -p longhaul-api writes it anew"
+             LONGHAUL_BLESS=1 cargo test -p longhaul-api writes it again"
         );
     }
 

@@ -37,4 +37,4 @@ pub use frame::FRAME_VERSION;
 pub use in_order::InOrder;
 pub use pack::{pack, unpack};
 pub use policy::CompressionPolicy;
-pub use verify::CHUNK_BLOCKS;
+pub use verify::VERIFY_CHUNK_BLOCKS;

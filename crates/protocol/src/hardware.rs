@@ -83,7 +83,7 @@ pub struct MemoryBackend {
 pub struct Flash {
     /// The firmware, by name.
     pub code: String,
-    /// The image that holds its variables, by name. It is a disk of the guest.
+    /// The image that holds its variables, by name. It is not one of the guest's disks.
     #[serde(default)]
     pub variables: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! The command line: every command, its arguments and what help says of them.
+//! The command line: every command, its arguments, and their help texts.
 
 use crate::cli::whole_ms;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -29,7 +29,7 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
-/// Which agent to talk to. Each can be left to the environment; `connect` says in what order.
+/// Which agent to talk to. Each can be set by the environment; `connect` says in what order.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Which agent")]
 pub(crate) struct Connection {
@@ -52,17 +52,17 @@ pub(crate) struct Connection {
 pub(crate) enum Command {
     /// Run this host's agent
     Agent(AgentArgs),
-    /// Show this host; trust, list and forget others
+    /// Show this host; trust, list, forget and probe others
     Host(HostArgs),
-    /// List the guests of this host; start and stop them
+    /// List, start, stop, attach, detach, resume and reclaim guests; track their writes
     Guests(GuestsArgs),
     /// Check and predict a move without changing anything
     Plan(PlanArgs),
     /// Move a running guest, or a group of them, to another host
     Migrate(MigrateArgs),
-    /// Stop a move and keep the guest where it is
+    /// Cancel a move; the guest stays where it is
     Cancel(IdArgs),
-    /// Say which host runs a guest, where the other one never comes back
+    /// Decide which host runs a guest when the other host is gone for good
     Resolve(ResolveArgs),
     /// Change how fast a move may send
     Limit(LimitArgs),
@@ -72,19 +72,19 @@ pub(crate) enum Command {
     Migrations,
     /// Follow the moves from and to this host, and its reserved guests, until Ctrl-C
     Events,
-    /// Import, list, verify and remove base images; needs no agent
+    /// Import, list, verify, fetch and remove base images; needs no agent
     Image(ImageArgs),
     /// Read the journals of the moves from and to this host; needs no agent
     Journal {
         #[command(subcommand)]
         command: JournalCommand,
     },
-    /// Look for what keeps this host from moving guests; test moves on this machine
+    /// Check whether this host can move guests; test moves on this machine
     Doctor(DoctorArgs),
-    /// What stands below a disk while it moves; agents start it
+    /// A process of a disk export; agents start it
     #[command(hide = true)]
     DiskFront(DiskFrontArgs),
-    /// Print completions for a shell
+    /// Print a shell's completion script
     Completions {
         /// The shell
         shell: Shell,
@@ -96,14 +96,14 @@ pub(crate) struct AgentArgs {
     /// The configuration [default: /etc/longhaul/agent.toml, which may be missing]
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Print the points at which LONGHAUL_FAIL_POINT can make it fail, and end
+    /// List the points at which LONGHAUL_FAIL_POINT can make it fail, and exit
     #[arg(long, hide = true)]
     pub(crate) list_fail_points: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct DiskFrontArgs {
-    /// What to be
+    /// Which process to be
     #[arg(value_enum)]
     pub(crate) part: FrontPart,
     /// The folder of the disk export
@@ -132,10 +132,10 @@ pub(crate) struct DoctorArgs {
     /// The configuration [default: /etc/longhaul/agent.toml, which may be missing]
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Move a guest of its own back and forth between two agents of its own, and compare
+    /// Move a test guest back and forth between two agents on this machine, and compare
     #[arg(long)]
     pub(crate) self_test: bool,
-    /// How often it is moved
+    /// The number of moves
     #[arg(
         long,
         default_value_t = 20,
@@ -157,9 +157,9 @@ pub(crate) enum HostCommand {
     Show,
     /// List the hosts that this one trusts
     List,
-    /// Trust another host from now on
+    /// Trust another host
     Trust(TrustArgs),
-    /// Trust a host no longer
+    /// Stop trusting a host
     Forget {
         /// Its name here
         name: String,
@@ -170,11 +170,11 @@ pub(crate) enum HostCommand {
 
 #[derive(Debug, Args)]
 pub(crate) struct TrustArgs {
-    /// The name to call it by here
+    /// The name that it gets here
     pub(crate) name: String,
     /// Its fingerprint, as `longhaul host` shows it there
     pub(crate) fingerprint: String,
-    /// Where its agent listens, HOST:PORT; several are tried together, the first is preferred
+    /// Where its agent listens, HOST:PORT; all are tried at once, the first is preferred
     #[arg(required = true, value_name = "ADDRESS")]
     pub(crate) addresses: Vec<String>,
     /// What it may ask of this host
@@ -185,7 +185,7 @@ pub(crate) struct TrustArgs {
         default_value = "query"
     )]
     pub(crate) may: Vec<May>,
-    /// Take the place of another host of that name
+    /// Replace the host that has this name
     #[arg(long)]
     pub(crate) replace: bool,
 }
@@ -193,7 +193,7 @@ pub(crate) struct TrustArgs {
 /// What a trusted host may ask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum May {
-    /// Nothing: only this host asks that one
+    /// Nothing: only this host asks the other
     Nothing,
     /// What this host is, has, and could take
     Query,
@@ -219,7 +219,7 @@ pub(crate) struct ProbeArgs {
     /// How long to send
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=60))]
     pub(crate) seconds: u32,
-    /// Send no faster than this, say 80mbit
+    /// Send no faster than this, for example 80mbit
     #[arg(long, value_name = "RATE", value_parser = parse_bit_rate)]
     pub(crate) bandwidth: Option<u64>,
 }
@@ -236,7 +236,7 @@ pub(crate) enum GuestsCommand {
     List,
     /// Start a guest
     Start {
-        /// A description (FILE.toml), or the name of a guest that is described here already
+        /// A description (FILE.toml), or the name of a guest that has been described here before
         #[arg(value_name = "FILE|NAME")]
         guest: String,
     },
@@ -247,32 +247,32 @@ pub(crate) enum GuestsCommand {
         /// Its QEMU's control socket
         #[arg(long, value_name = "SOCKET")]
         qmp: PathBuf,
-        /// Its process, where that cannot be told from the socket
+        /// Its process ID, if the socket does not tell it
         #[arg(long)]
         pid: Option<u32>,
     },
-    /// Forget a guest that was attached to; it goes on as it is
+    /// Forget an attached guest; it keeps running
     Detach {
         /// The guest
         name: String,
     },
-    /// Track which parts of a guest's local disks it writes, until its QEMU ends
+    /// Track which parts of its local disks a guest writes, until its QEMU ends
     TrackWrites {
         /// The guest
         name: String,
         /// Show how much may have changed since tracking began
         #[arg(long, conflicts_with = "stop")]
         show: bool,
-        /// End tracking, and forget what was written
+        /// Stop tracking, and forget what was written
         #[arg(long)]
         stop: bool,
     },
-    /// Resume a guest that a move has left paused, and that belongs to this host
+    /// Resume a guest that a move left paused, and that belongs to this host
     Resume {
         /// The guest
         name: String,
     },
-    /// Take back a guest that moved to a host which never comes back; it is not started
+    /// Take back a guest that moved to a host that is gone for good; it is not started
     Reclaim(ReclaimArgs),
     /// Ask a guest to shut down, and wait for it
     Stop {
@@ -300,10 +300,11 @@ pub(crate) struct Wishes {
     /// The downtime to aim for
     #[arg(long, default_value = "300ms", value_name = "TIME", value_parser = parse_duration)]
     pub(crate) downtime: Duration,
-    /// Send no faster than this, say 80mbit
+    /// Send no faster than this, for example 80mbit
     #[arg(long, value_name = "RATE", value_parser = parse_bit_rate)]
     pub(crate) bandwidth: Option<u64>,
-    /// Give the guest away when it is stopped: a round trip less downtime, a longer doubt
+    /// Release the guest as soon as it is stopped: a round trip less downtime, but in doubt for
+    /// longer if the link breaks
     #[arg(long)]
     pub(crate) early_release: bool,
     #[command(flatten)]
@@ -312,12 +313,12 @@ pub(crate) struct Wishes {
 
 /// How the move comes to its end.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Where the guest writes too fast for the downtime")]
+#[command(next_help_heading = "If the guest writes too fast for the downtime")]
 pub(crate) struct Ending {
-    /// What is done then
+    /// What to do then
     #[arg(long, default_value = "accept", value_name = "WHAT")]
     pub(crate) too_fast: WhenTooFast,
-    /// With `--too-fast slow`: take at most this share of its time, in percent
+    /// With `--too-fast slow`: take at most this percentage of its time
     #[arg(
         long,
         default_value_t = 60,
@@ -325,10 +326,10 @@ pub(crate) struct Ending {
         value_parser = clap::value_parser!(u8).range(1..=99)
     )]
     pub(crate) slow_at_most: u8,
-    /// With `--too-fast slow` or `wait`: then accept a longer downtime
+    /// With `--too-fast slow` or `wait`: after this time, accept a longer downtime
     #[arg(long, default_value = "5min", value_name = "TIME", value_parser = parse_duration)]
     pub(crate) wait_at_most: Duration,
-    /// Which rule says when to stop the guest; all but the first are there to compare with
+    /// The rule that decides when to stop the guest; all but the first are for comparison
     #[arg(long, default_value = "predicted", value_name = "RULE")]
     pub(crate) stop_rule: Rule,
 }
@@ -370,11 +371,11 @@ pub(crate) enum WhenTooFast {
 pub(crate) enum Rule {
     /// The predicted downtime fits
     Predicted,
-    /// CloudNet's: less is left than after each of the last 5 passes
+    /// CloudNet's: less remains than after each of the last 5 passes
     Cloudnet,
-    /// Xen's: 50 pages left, 30 passes, or 3 times the memory sent
+    /// Xen's: 50 pages remain, 30 passes, or 3 times the memory sent
     Xen,
-    /// QEMU's: what is left, uncompressed, fits the downtime
+    /// QEMU's: the remaining pages, uncompressed, fit the downtime
     Qemu,
 }
 
@@ -391,18 +392,18 @@ pub(crate) struct MigrateArgs {
     /// Hash all memory and disks on both sides before the guest is handed over, and compare
     #[arg(long)]
     pub(crate) verify: bool,
-    /// How long to ride out an interruption of the link
+    /// How long to wait for the link when it breaks
     #[arg(long, default_value = "60s", value_name = "TIME", value_parser = parse_duration)]
     pub(crate) patience: Duration,
-    /// How local disks move: `precopy`, `mirror`, `hybrid`, `postcopy`, as suits best (`auto`), or
-    /// not at all (`shared`)
+    /// How local disks move: `precopy`, `mirror`, `hybrid`, `postcopy`, the best of these (`auto`),
+    /// or not at all (`shared`)
     #[arg(long, value_name = "HOW", default_value_t)]
     pub(crate) disks: DiskChoice,
-    /// Where disks stand on a base image that is not all there: move when it is (`whole`), or have
-    /// it come while the guest runs there (`lazy`), which needs the repository until then
+    /// If the destination lacks part of a base image: fetch it before the guest runs there
+    /// (`whole`), or while it runs there (`lazy`), which needs the repository until it is complete
     #[arg(long, value_name = "HOW", default_value_t)]
     pub(crate) base: BaseChoice,
-    /// Move all of these guests: --bandwidth is for all of them together, and there is one report
+    /// Move several guests: they share --bandwidth, and there is one report
     #[arg(long)]
     pub(crate) group: bool,
     /// With --group: how many move at the same time
@@ -418,51 +419,53 @@ pub(crate) struct MigrateArgs {
     pub(crate) encoding: EncodingArgs,
 }
 
-/// How memory is encoded; what is left out is as the agent is configured, and `auto` there.
+/// How memory is encoded. The defaults are the agent's configuration, where the default is `auto`.
 #[derive(Debug, Args)]
 pub(crate) struct EncodingArgs {
-    /// Compress with `raw`, `lz4-fast`, `lz4`, `zstd:LEVEL`, `zstd-long:LEVEL`, or what moves most
-    /// (`auto`)
+    /// Compress with `raw`, `lz4-fast`, `lz4`, `zstd:LEVEL`, `zstd-long:LEVEL`, or whichever moves
+    /// most (`auto`)
     #[arg(long, value_name = "HOW")]
     pub(crate) compression: Option<CompressionChoice>,
-    /// Memory for sending only what has changed of a page: `auto`, `off`, or say 64MiB
+    /// Memory for the cache of sent pages, from which only changes are sent: `auto`, `off`, or a
+    /// size such as 64MiB
     #[arg(long, value_name = "SIZE")]
     pub(crate) delta_cache: Option<DeltaCache>,
-    /// Send pages even where the destination has the same elsewhere in the guest's memory
+    /// Send pages and blocks even if the destination has the same content elsewhere: in the guest's
+    /// memory, on a disk that moves with it, or in another guest that moves there at the same time
     #[arg(long)]
     pub(crate) no_references: bool,
-    /// Send pages even where they are on a disk that moves along, and its blocks even where the
-    /// destination has the same
+    /// Like --no-references, but only for disks: pages whose content is on a disk, and blocks of
+    /// disks
     #[arg(long)]
     pub(crate) no_disk_references: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct IdArgs {
-    /// The migration's id or the beginning of it, or the guest that is moving
+    /// The migration's id, the beginning of its id, or the guest that is moving
     #[arg(value_name = "ID|GUEST")]
     pub(crate) migration: String,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ResolveArgs {
-    /// The migration's id or the beginning of it, or its guest
+    /// The migration's id, the beginning of its id, or its guest
     #[arg(value_name = "ID|GUEST")]
     pub(crate) migration: String,
-    /// The host that the guest belongs to from now on
+    /// The host that the guest will belong to
     #[arg(long, value_name = "SIDE")]
     pub(crate) run_on: RunOn,
-    /// Why the other host cannot run it; needed where this host is to run it
+    /// Why the other host cannot run it; required if this host is to run it
     #[arg(long, value_name = "STATE")]
     pub(crate) other_side: Option<OtherSide>,
-    /// At a destination that runs the guest already: the blocks of its disks that are still at the
-    /// source are lost, and read as zeros from now on
+    /// At a destination that runs the guest already: give up the blocks of its disks that are still
+    /// at the source; they read as zeros from then on
     #[arg(long)]
     pub(crate) give_up_missing: bool,
     /// The reason, for the log and the journal
     #[arg(long, value_name = "TEXT")]
     pub(crate) because: Option<String>,
-    /// Do not ask
+    /// Do not ask for confirmation
     #[arg(long)]
     pub(crate) yes: bool,
 }
@@ -477,7 +480,7 @@ pub(crate) struct ReclaimArgs {
     /// The reason, for the log
     #[arg(long, value_name = "TEXT")]
     pub(crate) because: String,
-    /// Do not ask
+    /// Do not ask for confirmation
     #[arg(long)]
     pub(crate) yes: bool,
 }
@@ -485,9 +488,9 @@ pub(crate) struct ReclaimArgs {
 /// A side of a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RunOn {
-    /// The host that the guest was to leave
+    /// The host that the guest was leaving
     Source,
-    /// The host that it was to go to
+    /// The host that it was moving to
     Destination,
 }
 
@@ -502,10 +505,10 @@ pub(crate) enum OtherSide {
 
 #[derive(Debug, Args)]
 pub(crate) struct LimitArgs {
-    /// The migration's id or the beginning of it, or the guest that is moving
+    /// The migration's id, the beginning of its id, or the guest that is moving
     #[arg(value_name = "ID|GUEST")]
     pub(crate) migration: String,
-    /// Send no faster than this, say 80mbit; `none` for as fast as the link takes
+    /// Send no faster than this, for example 80mbit; `none` for no limit
     #[arg(value_parser = parse_limit)]
     pub(crate) rate: RateLimit,
 }
@@ -525,7 +528,7 @@ fn parse_limit(text: &str) -> Result<RateLimit, String> {
 
 #[derive(Debug, Args)]
 pub(crate) struct ReportArgs {
-    /// The migration's id or the beginning of it; the latest where it is left out
+    /// The migration's id or the beginning of it [default: the latest migration]
     #[arg(value_name = "ID")]
     pub(crate) migration: Option<String>,
 }
@@ -534,8 +537,8 @@ pub(crate) struct ReportArgs {
 pub(crate) enum JournalCommand {
     /// Show who may run a guest, record by record
     Show(ShowJournalArgs),
-    /// Set a damaged journal aside, so that its guest is not held any more; no agent may run
-    /// meanwhile (guests go on running)
+    /// Set a damaged journal aside, which frees its guest; the agent must be stopped (guests keep
+    /// running)
     #[command(name = "set-aside")]
     SetAside(SetAsideArgs),
 }
@@ -545,17 +548,17 @@ pub(crate) struct SetAsideArgs {
     /// The migration's id or the beginning of it
     #[arg(value_name = "ID")]
     pub(crate) migration: String,
-    /// The host that may run the guest, as both journals say
+    /// The host that may run the guest, according to both journals
     #[arg(long, value_enum)]
     pub(crate) belongs: Option<Belongs>,
-    /// The other host's name here, where neither the journal nor the right names it
+    /// The other host's name here, if neither the journal nor the right names it
     #[arg(long, value_name = "NAME", requires = "belongs")]
     pub(crate) other_host: Option<String>,
-    /// The guest, where the journal does not name it
+    /// The guest, if the journal does not name it
     #[arg(long, value_name = "NAME")]
     pub(crate) guest: Option<String>,
-    /// Also if the journal is sound: when the other host's journal of this migration was lost or
-    /// set aside, nothing else ends the migration here
+    /// Even if the journal is sound: if the other host's journal of this migration was lost or set
+    /// aside, nothing else ends the migration here
     #[arg(long, requires = "belongs")]
     pub(crate) although_sound: bool,
     /// The reason, for the tombstone
@@ -580,8 +583,8 @@ pub(crate) enum Belongs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ShowJournalArgs {
-    /// The migration's id or the beginning of it, or a journal's file; all are listed where it is
-    /// left out
+    /// The migration's id, the beginning of its id, or a journal's file; without it, all journals
+    /// are listed
     #[arg(value_name = "ID|FILE")]
     pub(crate) journal: Option<String>,
     /// The agent's state folder [default: the one that its configuration names]
@@ -613,11 +616,11 @@ pub(crate) enum ImageCommand {
     List,
     /// Read images, and compare them with their digests
     Verify {
-        /// Names or ids, or beginnings of ids; all images where they are left out
+        /// Names or ids, or beginnings of ids [default: all images]
         #[arg(value_name = "IMAGE")]
         images: Vec<String>,
     },
-    /// Bring an image to this host, for guests whose disks stand on it
+    /// Fetch an image to this host, for guests whose disks use it as their base
     Fetch {
         /// Its name or id, or the beginning of its id
         #[arg(value_name = "IMAGE")]
@@ -631,13 +634,13 @@ pub(crate) enum ImageCommand {
 pub(crate) struct ImportArgs {
     /// The disk
     pub(crate) file: PathBuf,
-    /// What to call the image
+    /// The image's name
     #[arg(long)]
     pub(crate) name: Option<ImageName>,
-    /// What the file holds [default: as its name ends: .raw, .img or .qcow2]
+    /// The file's format [default: by its extension: .raw, .img or .qcow2]
     #[arg(long)]
     pub(crate) format: Option<DiskFormat>,
-    /// Store again what is there already, where it may be damaged
+    /// Store everything again, even what is there already: it may be damaged
     #[arg(long)]
     pub(crate) rewrite: bool,
 }
@@ -656,7 +659,7 @@ pub(crate) struct RemoveArgs {
     /// Names or ids, or beginnings of ids
     #[arg(required = true, value_name = "IMAGE")]
     pub(crate) images: Vec<String>,
-    /// Also while images are imported: those imports fail, and have to be begun again
+    /// Even while images are imported: those imports fail, and must be started again
     #[arg(long)]
     pub(crate) overrule_imports: bool,
 }

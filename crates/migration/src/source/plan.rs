@@ -360,7 +360,7 @@ async fn measure_link(context: &Arc<Context>, plan: &mut Plan) {
             plan.checks.push(Check::warn(
                 "link",
                 format!("the link could not be measured: {}", error.message),
-                "the prediction lacks what it needs; the move may work all the same",
+                "there is no prediction without it; the move may still work",
             ));
         }
     }

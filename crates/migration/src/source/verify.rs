@@ -11,7 +11,7 @@ use crate::source::sender::Sending;
 use crate::source::verified_ranges::PIECE_BLOCKS;
 use crate::verify::{BLOCK, Content, DIGESTS_MAX};
 use longhaul_api::VerifyResult;
-use longhaul_codec::{CHUNK_BLOCKS, DigestKey};
+use longhaul_codec::{DigestKey, VERIFY_CHUNK_BLOCKS};
 use longhaul_engine::strategy::Promise;
 use longhaul_protocol::message::ToDestination;
 use longhaul_protocol::{BlockRange, RegionId, RegionSpec};
@@ -233,7 +233,7 @@ impl Worker {
         for (spec, content) in memory {
             compared.regions += 1;
             compared.bytes += spec.blocks * BLOCK;
-            let most = DIGESTS_MAX * CHUNK_BLOCKS;
+            let most = DIGESTS_MAX * VERIFY_CHUNK_BLOCKS;
             for start in (0..spec.blocks).step_by(most as usize) {
                 let range = BlockRange::new(start, (spec.blocks - start).min(most));
                 let name = format!("RAM block {}", spec.name);
@@ -273,10 +273,10 @@ impl Worker {
         range: BlockRange,
         compared: &mut Compared,
     ) -> Result<(), String> {
-        let chunks = self.differences(spec, content, range, CHUNK_BLOCKS as u32);
+        let chunks = self.differences(spec, content, range, VERIFY_CHUNK_BLOCKS as u32);
         for chunk in chunks.await? {
-            let start = range.start + chunk * CHUNK_BLOCKS;
-            let part = BlockRange::new(start, (range.end() - start).min(CHUNK_BLOCKS));
+            let start = range.start + chunk * VERIFY_CHUNK_BLOCKS;
+            let part = BlockRange::new(start, (range.end() - start).min(VERIFY_CHUNK_BLOCKS));
             for block in self.differences(spec, content, part, 1).await? {
                 compared.differs(name, start + block);
             }

@@ -80,7 +80,7 @@ pub enum FolderError {
     },
 }
 
-/// The folder of one disk export, created anew for each export.
+/// The folder of one disk export. Each export gets a new one.
 #[derive(Debug, Clone)]
 pub struct FrontFolder(PathBuf);
 
