@@ -208,7 +208,7 @@ async fn look_here(
     let lease = guests.lease(&candidate.guest, COMMAND_TIMEOUT).await;
     let lease = lease.map_err(|error| qemu(&error))?;
     let qmp = lease.qmp();
-    let known = Known::of(&candidate.guest, DiskChoice::Auto, qmp);
+    let known = Known::of(context, &candidate.guest, DiskChoice::Auto, qmp);
     let (examined, known) = tokio::join!(examine(context, &candidate.guest, qmp), known);
     let (machine, blockers) = examined?;
     plan.qemu = Some(machine.qemu.clone());

@@ -184,7 +184,7 @@ impl Preparing {
             control.map_err(|error| failure::connect(&host.name, &error))
         };
         let asked = self.request.disks;
-        let looking = async { Ok(Known::of(guest, asked, qmp).await) };
+        let looking = async { Ok(Known::of(&self.source, guest, asked, qmp).await) };
         let (machine, paused, control, mut known) =
             tokio::try_join!(examining, is_paused(qmp), connecting, looking)?;
         let limit = self.share.of(self.request.bandwidth_bps);
