@@ -1,5 +1,6 @@
 //! Measures how much a guest writes to its disks, by QEMU's counters.
 
+use crate::disk::device_path;
 use crate::qmp::{Qmp, QmpError};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -38,7 +39,7 @@ fn written(stats: &Value) -> BTreeMap<String, u64> {
     let stats = stats.as_array().map(Vec::as_slice).unwrap_or_default();
     let of_one = |one: &Value| {
         let device = one["qdev"].as_str()?;
-        Some((device.to_owned(), one["stats"]["wr_bytes"].as_u64()?))
+        Some((device_path(device), one["stats"]["wr_bytes"].as_u64()?))
     };
     stats.iter().filter_map(of_one).collect()
 }
@@ -55,10 +56,12 @@ mod tests {
              "node-name": "format-data", "stats": {"wr_bytes": 4096, "rd_bytes": 1}},
             {"device": "floppy0", "stats": {"wr_bytes": 7}},
             {"qdev": "/machine/peripheral/blk-log/virtio-backend", "stats": {"wr_bytes": 0}},
+            {"qdev": "sda", "device": "drive0", "stats": {"wr_bytes": 5}},
         ]);
         let written = written(&stats);
         let device = |name: &str| format!("/machine/peripheral/blk-{name}/virtio-backend");
-        assert_eq!(written.len(), 2);
+        assert_eq!(written.len(), 3);
+        assert_eq!(written["/machine/peripheral/sda"], 5);
         assert_eq!(
             (written[&device("data")], written[&device("log")]),
             (4096, 0)

@@ -1,5 +1,6 @@
 //! Finds the base image of a disk, as its running QEMU has it.
 
+use super::drives::seen_from_here;
 use super::graph::{Graph, Known};
 use crate::open_files::open_files;
 use crate::qmp::{Qmp, QmpError};
@@ -21,11 +22,12 @@ pub struct Backing {
 /// where there is none.
 pub async fn backing(qmp: &Qmp, device: &str) -> Result<Option<Backing>, QmpError> {
     let graph = Graph::ask(qmp).await?;
-    let top = graph.child(device, "root");
-    let Some(node) = top.and_then(|top| graph.child(top, "backing")) else {
+    let known = Known::ask(qmp).await?;
+    let top = graph.root(device);
+    let format = top.map(|top| known.below_filters(&graph, top));
+    let Some(node) = format.and_then(|format| graph.child(format, "backing")) else {
         return Ok(None);
     };
-    let known = Known::ask(qmp).await?;
     let driver = known.driver(node).unwrap_or_default();
     let below = graph.child(node, "file").unwrap_or(node);
     let is_file = known.driver(below).is_some_and(|driver| driver == "file");
@@ -47,11 +49,7 @@ impl Backing {
         };
         let ours = fs::metadata(ours)?;
         let ours = (ours.dev(), ours.ino());
-        let process = Path::new("/proc").join(pid.to_string());
-        let theirs = match path.strip_prefix('/') {
-            Some(rest) => process.join("root").join(rest),
-            None => process.join("cwd").join(path),
-        };
+        let theirs = seen_from_here(Path::new(path), pid);
         // Its path may name another file by now.
         let theirs = fs::metadata(theirs).map(|file| (file.dev(), file.ino()));
         if !theirs.is_ok_and(|theirs| theirs == ours) {

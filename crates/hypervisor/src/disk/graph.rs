@@ -1,13 +1,23 @@
 //! Queries QEMU's block nodes and their graph.
 
+use super::drives::Drives;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// The drivers of filters that may be above a disk's format node.
+pub(super) const FILTERS: [&str; 2] = ["copy-on-read", "throttle"];
 
 /// QEMU's answer about its named nodes.
 pub(super) struct Known(Value);
 
 impl Known {
     const COMMAND: &str = "query-named-block-nodes";
+
+    #[cfg(test)]
+    pub(super) fn of(answer: Value) -> Self {
+        Self(answer)
+    }
 
     pub(super) async fn ask(qmp: &Qmp) -> Result<Self, QmpError> {
         let flat = json!({"flat": true});
@@ -26,6 +36,31 @@ impl Known {
             command: Self::COMMAND.to_owned(),
             why: format!("it does not say how large the node {name} is"),
         })
+    }
+
+    /// Returns the format node below a disk's filters: limits on its requests, copy on read.
+    pub(super) fn below_filters<'a>(&self, graph: &'a Graph, top: &'a str) -> &'a str {
+        let mut node = top;
+        while let Some(below) = graph.child(node, "file")
+            && self
+                .driver(node)
+                .is_some_and(|driver| FILTERS.contains(&&*driver))
+        {
+            node = below;
+        }
+        node
+    }
+
+    /// Returns one entry of what QEMU reports about a node.
+    pub(super) fn entry(&self, name: &str, key: &str) -> Option<Value> {
+        self.value(name, |node| node.get(key).cloned())
+    }
+
+    /// Returns whether a node's image is encrypted.
+    pub(super) fn is_encrypted(&self, name: &str) -> bool {
+        let encrypted =
+            |node: &Value| Some(node["encrypted"] == true || node["image"]["encrypted"] == true);
+        self.value(name, encrypted).unwrap_or(false)
     }
 
     /// Returns the driver of a node.
@@ -56,11 +91,16 @@ impl Known {
     }
 }
 
-/// QEMU's block graph: which node uses which. Devices are in it by their paths.
+/// QEMU's block graph: which node uses which.
+///
+/// A device is in it by the id of its drive, if it has one, otherwise by its own id, and by its path
+/// in QEMU's object tree only if it has neither. It can be asked for by its path, always.
 pub(super) struct Graph {
     names: Vec<String>,
     /// Names of the users of nodes: devices, and others with a disk of their own.
     backends: Vec<String>,
+    /// What the graph calls each device, by its path.
+    devices: BTreeMap<String, String>,
     edges: Vec<Edge>,
 }
 
@@ -73,14 +113,14 @@ struct Edge {
 impl Graph {
     pub(super) async fn ask(qmp: &Qmp) -> Result<Self, QmpError> {
         let command = "x-debug-query-block-graph";
-        let graph = qmp.query(command).await?;
-        Self::read(&graph).ok_or_else(|| QmpError::Answer {
+        let (graph, drives) = tokio::try_join!(qmp.query(command), Drives::ask(qmp))?;
+        Self::read(&graph, &drives).ok_or_else(|| QmpError::Answer {
             command: command.to_owned(),
             why: "it shows no nodes and edges".to_owned(),
         })
     }
 
-    fn read(graph: &Value) -> Option<Self> {
+    pub(super) fn read(graph: &Value, drives: &Drives) -> Option<Self> {
         let nodes = graph["nodes"].as_array()?;
         let name = |id: &Value| {
             let node = nodes.iter().find(|node| node["id"] == *id)?;
@@ -99,6 +139,7 @@ impl Graph {
             .filter_map(|node| node["name"].as_str().map(str::to_owned));
         Some(Self {
             backends: backends.filter(|name| !name.is_empty()).collect(),
+            devices: drives.in_graph(),
             names: nodes.iter().filter_map(|node| name(&node["id"])).collect(),
             edges: graph["edges"].as_array()?.iter().filter_map(edge).collect(),
         })
@@ -108,7 +149,13 @@ impl Graph {
         self.names.iter().any(|name| name == node)
     }
 
-    /// Returns the node that another node, or a device, has as its `file`, `backing`, `root`.
+    /// Returns the node that a device has, by the device's path.
+    pub(super) fn root(&self, device: &str) -> Option<&String> {
+        let in_graph = self.devices.get(device).map_or(device, String::as_str);
+        self.child(in_graph, "root")
+    }
+
+    /// Returns the node that another node has as its `file`, `backing`.
     pub(super) fn child(&self, parent: &str, name: &str) -> Option<&String> {
         let mut edges = self.edges.iter();
         let edge = edges.find(|edge| edge.parent == parent && edge.name == name);

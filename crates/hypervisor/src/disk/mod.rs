@@ -6,24 +6,31 @@
 
 mod backing;
 pub mod base;
+mod drives;
 mod find;
 mod graph;
+mod held;
 mod jobs;
 mod layout;
 mod nodes;
+mod threads;
 
 pub use backing::{Backing, backing};
-pub use find::{FindError, find};
-pub use jobs::{Job, files, jobs};
+pub(crate) use drives::device_path;
+pub use drives::{Drive, Inserted, drives};
+pub use find::{FindError, device_of, find, find_below_export, refusals};
+pub use jobs::{Job, jobs};
 pub use layout::{Layout, LayoutChanged};
 pub use nodes::{DiskNodes, NodesError};
 
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use graph::{Graph, Known};
+use held::{hold, remember_length};
 use nodes::{Above, reopened};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
+use threads::has_thread;
 
 /// The time limit for QEMU to drain the disk's requests and exchange the node.
 const REOPEN_TIMEOUT: Duration = Duration::from_secs(60);
@@ -69,15 +76,6 @@ impl OtherBelow {
     }
 }
 
-/// The thread that uses a disk without a format node is unknown: given a node of another thread,
-/// QEMU would abort.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "the device {0} stands on its image without a format node, and it is not seen whether one of \
-     QEMU's I/O threads uses it: give the disk a format node"
-)]
-pub struct UnseenThread(String);
-
 /// Why a disk export is not below a disk.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum InsertError {
@@ -96,11 +94,7 @@ pub enum InsertError {
         /// The size of the file.
         file_bytes: u64,
     },
-    /// The thread that uses the disk is unknown.
-    #[error("{0}; the disk is used as before")]
-    Threads(#[from] UnseenThread),
-    /// The guest runs, and an I/O thread uses the disk, which has no format node: QEMU may abort
-    /// during the exchange.
+    /// The guest runs, and an I/O thread uses the disk: QEMU may abort during the exchange.
     #[error(
         "the disk {0} can be reached through the agent only when the guest has stood still for a \
          moment; it is used as before"
@@ -123,11 +117,8 @@ pub enum RemoveError {
     /// An unexpected node is below the disk.
     #[error(transparent)]
     Other(#[from] OtherBelow),
-    /// The thread that uses the disk is unknown.
-    #[error("{0}; the disk is still used through the agent")]
-    Threads(#[from] UnseenThread),
     /// The guest runs, and its image's file grows: QEMU would miss writes during the exchange. Or
-    /// an I/O thread uses the disk, which has no format node.
+    /// an I/O thread uses the disk.
     #[error(
         "the disk {0} can be given its image back only while the guest is stopped; the disk is \
          still used through the agent"
@@ -139,6 +130,12 @@ pub enum RemoveError {
          lock on its image?"
     )]
     Refused(QmpError),
+    /// The length of the image's file is unknown to QEMU, or to us.
+    #[error(
+        "the length of its image is not known: {0}; the disk is still used through the agent, \
+         which tries again"
+    )]
+    Length(String),
     /// The result of the change is unknown; the disk export must go on until it is known.
     #[error("{0}; it is not known which way the disk is used now: try again")]
     InDoubt(QmpError),
@@ -193,10 +190,10 @@ pub async fn insert(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), I
         return Err(OtherBelow::new(nodes, &nodes.file_name, found).into());
     }
     let thread = has_thread(qmp, nodes).await;
-    if thread.map_err(InsertError::Refused)?? && runs(qmp).await.map_err(InsertError::Refused)? {
+    if thread.map_err(InsertError::Refused)? && runs(qmp).await.map_err(InsertError::Refused)? {
         return Err(InsertError::Runs(nodes.above_name().to_owned()));
     }
-    if nodes.grows {
+    if nodes.grows && nodes.held.is_none() {
         try_file(qmp, nodes, front, &graph)
             .await
             .map_err(InsertError::Refused)?;
@@ -214,13 +211,16 @@ pub async fn insert(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), I
             .await
             .map_err(InsertError::Refused)?;
     }
+    hold(qmp, nodes, front, &graph)
+        .await
+        .map_err(InsertError::Refused)?;
     let exchanged = exchange(qmp, nodes, front, &graph).await;
     if exchanged.is_err() && !matches!(exchanged, Err(InsertError::InDoubt(_))) {
         // If they cannot be deleted either, they do no harm; the first error says more.
-        if let Some(wrapper) = nodes.wrapper(front) {
-            let _ = delete(qmp, &wrapper).await;
+        let ours = [nodes.wrapper(front), nodes.holder(front)];
+        for node in ours.into_iter().flatten().chain([front.node.clone()]) {
+            let _ = delete(qmp, &node).await;
         }
-        let _ = delete(qmp, &front.node).await;
     }
     exchanged
 }
@@ -260,12 +260,12 @@ pub async fn remove(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), R
     });
     if is_ours || wrapper.is_some() {
         let thread = has_thread(qmp, nodes).await;
-        let thread = thread.map_err(RemoveError::Refused)??;
+        let thread = thread.map_err(RemoveError::Refused)?;
         let runs = runs(qmp).await.map_err(RemoveError::Refused)?;
         if (thread || nodes.grows) && runs {
             return Err(RemoveError::Runs(nodes.above_name().to_owned()));
         }
-        if nodes.grows || !graph.has(&nodes.file_name) {
+        if nodes.held.is_none() && (nodes.grows || !graph.has(&nodes.file_name)) {
             make_file(qmp, nodes, &graph).await?;
         } else if !runs {
             give_to_main_thread(qmp, &nodes.file_name)
@@ -275,6 +275,7 @@ pub async fn remove(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), R
         activate(qmp, nodes, front)
             .await
             .map_err(RemoveError::Refused)?;
+        remember_length(qmp, nodes).await?;
         match &wrapper {
             // Its parents stay, and so does the wrapper.
             Some(wrapper) => {
@@ -287,14 +288,10 @@ pub async fn remove(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), R
         return Err(OtherBelow::new(nodes, &front.node, found).into());
     }
     correct_backing_files(qmp, nodes, front).await?;
-    if let Some(ended) = nodes.wrapper(front).filter(|_| wrapper.is_none())
-        && graph.has(&ended)
-    {
-        let deleted = delete(qmp, &ended).await;
-        deleted.map_err(RemoveError::InDoubt)?;
-    }
-    if graph.has(&front.node) {
-        let deleted = delete(qmp, &front.node).await;
+    let ended = nodes.wrapper(front).filter(|_| wrapper.is_none());
+    let ours = [ended, Some(front.node.clone()), nodes.holder(front)];
+    for node in ours.into_iter().flatten().filter(|node| graph.has(node)) {
+        let deleted = delete(qmp, &node).await;
         deleted.map_err(RemoveError::InDoubt)?;
     }
     Ok(())
@@ -406,9 +403,7 @@ pub async fn insertion_stops(
 ) -> Result<bool, InsertError> {
     let mut needed = false;
     for (nodes, _) in disks {
-        needed |= has_thread(qmp, nodes)
-            .await
-            .map_err(InsertError::Refused)??;
+        needed |= has_thread(qmp, nodes).await.map_err(InsertError::Refused)?;
     }
     Ok(needed && runs(qmp).await.map_err(InsertError::Refused)?)
 }
@@ -417,10 +412,7 @@ pub async fn insertion_stops(
 pub async fn removal_stops(qmp: &Qmp, disks: &[(&DiskNodes, &Front)]) -> Result<bool, RemoveError> {
     let mut needed = false;
     for (nodes, _) in disks {
-        needed |= nodes.grows
-            || has_thread(qmp, nodes)
-                .await
-                .map_err(RemoveError::Refused)??;
+        needed |= nodes.grows || has_thread(qmp, nodes).await.map_err(RemoveError::Refused)?;
     }
     Ok(needed && runs(qmp).await.map_err(RemoveError::Refused)?)
 }
@@ -505,42 +497,13 @@ async fn put_below(qmp: &Qmp, nodes: &DiskNodes, node: &str, graph: &Graph) -> R
             let options = reopened(name, options, node, graph);
             reopen(qmp, options.into()).await.map(|()| Value::Null)
         }
+        Above::Node(name) => return held::put_below(qmp, name, node).await,
         Above::Device(path) => {
             let drive = json!({"path": path, "property": "drive", "value": node});
             qmp.execute("qom-set", drive, REOPEN_TIMEOUT).await
         }
     };
     exchanged.map(|_| ()).map_err(Change::from)
-}
-
-/// Returns whether an I/O thread of QEMU may use a disk that has no format node; with a format
-/// node, QEMU handles this itself. The disk belongs to the thread only while the guest runs with
-/// its driver started: given a node of another thread then, QEMU 7.2 refuses and 10.0 aborts.
-async fn has_thread(qmp: &Qmp, nodes: &DiskNodes) -> Result<Result<bool, UnseenThread>, QmpError> {
-    let Above::Device(path) = &nodes.above else {
-        return Ok(Ok(false));
-    };
-    let threads = qmp.query("query-iothreads").await?;
-    if threads.as_array().is_some_and(Vec::is_empty) {
-        return Ok(Ok(false));
-    }
-    let property = async |property: &str| {
-        let asked = json!({"path": path, "property": property});
-        match qmp.execute("qom-get", asked, COMMAND_TIMEOUT).await {
-            Ok(value) => Ok(Some(value)),
-            // It has no property of that name.
-            Err(QmpError::Refused { .. }) => Ok(None),
-            Err(error) => Err(error),
-        }
-    };
-    // Some devices without such a property use the thread of their controller.
-    let Some(one) = property("iothread").await? else {
-        return Ok(Err(UnseenThread(path.clone())));
-    };
-    let several = property("iothread-vq-mapping").await?;
-    Ok(Ok(
-        one != "" || several.is_some_and(|several| !several.is_null())
-    ))
 }
 
 /// Returns the options of the wrapper: a format node for a device without one, inserted together
@@ -585,7 +548,7 @@ async fn activate(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), Qmp
     let known = Known::ask(qmp).await?;
     // A device has no such state, but the node on it has.
     let above = match &nodes.above {
-        Above::Format(name, _) => name,
+        Above::Format(name, _) | Above::Node(name) => name,
         Above::Device(_) => &nodes.standing(front),
     };
     if known.is_active(above) == Some(true) && known.is_active(&nodes.file_name) == Some(false) {

@@ -2,6 +2,7 @@
 
 use super::Front;
 use super::graph::Graph;
+use super::held::Held;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -17,6 +18,10 @@ pub struct DiskNodes {
     pub(super) file_name: String,
     /// Whether the image's file grows while the disk is used.
     pub(super) grows: bool,
+    /// Set if the node of the file cannot be created again as it was. It is kept in QEMU while the
+    /// disk export is in use.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) held: Option<Held>,
 }
 
 /// The parent of the file's node.
@@ -27,15 +32,34 @@ pub(super) enum Above {
     Format(String, Map<String, Value>),
     /// A device: its path.
     Device(String),
+    /// A node whose options are QEMU's own matter: its name.
+    Node(String),
 }
 
 /// Why no node can be inserted between the nodes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("this disk cannot be moved while it is in use: {0}")]
-pub struct NodesError(String);
+#[error("this disk cannot be moved while it is in use: {why}")]
+pub struct NodesError {
+    why: String,
+    hint: &'static str,
+}
+
+impl NodesError {
+    pub(super) fn new(why: impl Into<String>, hint: &'static str) -> Self {
+        let why = why.into();
+        Self { why, hint }
+    }
+
+    /// Returns what to do about it.
+    pub fn hint(&self) -> &'static str {
+        self.hint
+    }
+}
 
 pub(super) fn refuse<T>(why: impl Into<String>) -> Result<T, NodesError> {
-    Err(NodesError(why.into()))
+    let hint = "shut the guest down, convert the image to a qcow2 image of its own \
+                (`qemu-img convert -O qcow2`), and start the guest with that";
+    Err(NodesError::new(why, hint))
 }
 
 pub(super) fn text<'a>(options: &'a Map<String, Value>, key: &str) -> Option<&'a str> {
@@ -66,6 +90,7 @@ impl DiskNodes {
             file,
             file_name,
             grows,
+            held: None,
         })
     }
 
@@ -82,21 +107,22 @@ impl DiskNodes {
             file,
             file_name,
             grows: false,
+            held: None,
         })
     }
 
     /// Returns the parent of the file's node, by its name or path.
     pub(super) fn above_name(&self) -> &str {
         match &self.above {
-            Above::Format(name, _) | Above::Device(name) => name,
+            Above::Format(name, _) | Above::Device(name) | Above::Node(name) => name,
         }
     }
 
     /// Returns the current child of that parent.
     pub(super) fn below<'a>(&self, graph: &'a Graph) -> Option<&'a String> {
         match &self.above {
-            Above::Format(name, _) => graph.child(name, "file"),
-            Above::Device(path) => graph.child(path, "root"),
+            Above::Format(name, _) | Above::Node(name) => graph.child(name, "file"),
+            Above::Device(path) => graph.root(path),
         }
     }
 

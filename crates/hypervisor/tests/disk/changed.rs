@@ -23,7 +23,7 @@ const KINDS: [(&str, Make); 4] = [
     ("qcow2 with named backing", || Setting::qcow2(true)),
 ];
 
-async fn execute(qemu: &Qemu, command: &str, arguments: Value) {
+pub(crate) async fn execute(qemu: &Qemu, command: &str, arguments: Value) {
     let done = qemu.qmp.execute(command, arguments, COMMAND_TIMEOUT).await;
     done.unwrap_or_else(|error| panic!("{command}: {error}"));
 }
@@ -77,7 +77,7 @@ async fn do_it(what: &str, qemu: &Qemu, setting: &Setting) -> PathBuf {
     overlay
 }
 
-async fn job_is(qemu: &Qemu, status: &str) {
+pub(crate) async fn job_is(qemu: &Qemu, status: &str) {
     let until = Instant::now() + Duration::from_secs(120);
     loop {
         let jobs = qemu.qmp.query("query-jobs").await.unwrap();

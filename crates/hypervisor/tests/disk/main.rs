@@ -11,7 +11,9 @@ mod changed;
 #[path = "../common/mod.rs"]
 mod common;
 mod direct;
+mod forms;
 mod growing;
+mod held;
 mod load;
 #[allow(dead_code, reason = "the smaller part of it is used elsewhere")]
 #[path = "../payload/mod.rs"]

@@ -2,7 +2,7 @@
 
 use crate::load::boot_disk;
 use crate::payload::{Payload, Qemu, Spec};
-use longhaul_hypervisor::disk::{DiskNodes, Front, find};
+use longhaul_hypervisor::disk::{DiskNodes, Front, device_of, find};
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_storage::disk::{ExportSize, RawDisk};
 use longhaul_storage::nbd::{Export, ExportName, Limits, Server};
@@ -172,11 +172,38 @@ impl Setting {
     /// Returns a guest with the disk, whose firmware does not use it.
     pub(crate) async fn guest(&self, emulator: &Path, iothread: bool) -> Qemu {
         let qemu = Qemu::running(&self.spec(emulator, iothread)).await;
-        let line = std::fs::read_to_string(format!("/proc/{}/cmdline", qemu.pid())).unwrap();
-        let line: Vec<String> = line.split('\0').map(str::to_owned).collect();
-        let found = find(&qemu.qmp, &line, DEVICE).await.unwrap();
+        let found = find(&qemu.qmp, qemu.pid(), DEVICE).await.unwrap();
         assert_eq!(found, self.nodes);
         qemu
+    }
+
+    /// Returns a disk that is to be given in some other form: raw, or qcow2 that grows.
+    pub(crate) fn plain(qcow2: bool) -> Self {
+        let mut setting = Self::of(&raw_image, Vec::new());
+        if qcow2 {
+            let raw = setting.folder.path().join("raw");
+            std::fs::rename(&setting.image, &raw).unwrap();
+            let [raw, image] = [&raw, &setting.image].map(|path| path.to_str().unwrap());
+            let small = "cluster_size=4k";
+            qemu_img(&[
+                "convert", "-f", "raw", "-O", "qcow2", "-o", small, raw, image,
+            ]);
+            setting.size = ExportSize::Bytes(1 << 60);
+        }
+        setting
+    }
+
+    /// Starts a guest whose command line gives the disk in that form.
+    pub(crate) async fn given(&self, emulator: &Path, machine: &str, words: &[String]) -> Qemu {
+        let mut spec = Spec::new(emulator, machine, Payload::NONE);
+        spec.more = words.to_vec();
+        Qemu::running(&spec).await
+    }
+
+    /// Finds the nodes of the disk as its QEMU has it now.
+    pub(crate) async fn find(&mut self, qemu: &Qemu) {
+        let device = device_of(&qemu.qmp, qemu.pid(), &self.image).await.unwrap();
+        self.nodes = find(&qemu.qmp, qemu.pid(), &device).await.unwrap();
     }
 
     /// Returns the same guest, to arrive by migration or to be started.
@@ -242,9 +269,22 @@ pub(crate) fn assert_same(before: &[String], after: &[String]) {
     assert!(before == after, "gone: {gone:#?}\nnew: {new:#?}");
 }
 
+/// Returns the same as [`exact_picture`], without the random names of nodes.
+pub(crate) async fn picture(qemu: &Qemu) -> Vec<String> {
+    let mut lines = exact_picture(qemu).await;
+    for line in &mut lines {
+        while let Some(at) = line.find("#block") {
+            let digits = line[at + 6..].find(|c: char| !c.is_ascii_digit()).unwrap();
+            line.replace_range(at..at + 6 + digits, "unnamed");
+        }
+    }
+    lines.sort();
+    lines
+}
+
 /// Returns a QEMU's whole disk state: the block graph, the options of its nodes, and the open files
 /// with their modes and locks; without numbers, and without values that grow by themselves.
-pub(crate) async fn picture(qemu: &Qemu) -> Vec<String> {
+pub(crate) async fn exact_picture(qemu: &Qemu) -> Vec<String> {
     let graph = qemu.qmp.query("x-debug-query-block-graph").await.unwrap();
     let nodes = graph["nodes"].as_array().unwrap();
     let name = |id: &Value| {
@@ -271,13 +311,6 @@ pub(crate) async fn picture(qemu: &Qemu) -> Vec<String> {
             bitmap["count"].take();
         }
         lines.push(node.to_string());
-    }
-    // Nodes without a name get a random one.
-    for line in &mut lines {
-        while let Some(at) = line.find("#block") {
-            let digits = line[at + 6..].find(|c: char| !c.is_ascii_digit()).unwrap();
-            line.replace_range(at..at + 6 + digits, "unnamed");
-        }
     }
     lines.sort();
     lines

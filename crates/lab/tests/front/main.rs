@@ -174,12 +174,10 @@ impl Chaos {
         let qmp = runtime
             .block_on(Qmp::connect(&socket, COMMAND_TIMEOUT))
             .unwrap();
-        let line = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
-        let line: Vec<String> = line.split('\0').map(str::to_owned).collect();
         let disks = guest.disks.iter().zip(disks).map(|(disk, local)| {
             let device = format!("/machine/peripheral/blk-{}/virtio-backend", disk.name);
             Disk {
-                nodes: runtime.block_on(find(&qmp, &line, &device)).unwrap(),
+                nodes: runtime.block_on(find(&qmp, pid as i32, &device)).unwrap(),
                 local: local.clone(),
                 front: None,
                 times: 0,

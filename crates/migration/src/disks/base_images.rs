@@ -10,7 +10,6 @@ use crate::disks::lazy_base_images;
 use crate::host::base_image_orders::id_of;
 use crate::host::base_images;
 use longhaul_api::{ApiError, ErrorCode};
-use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::disk::base::Base as Below;
 use longhaul_hypervisor::disk::{self, Backing};
 use longhaul_hypervisor::qmp::Qmp;
@@ -39,10 +38,9 @@ const _: () = assert!(STRIPE_BYTES == longhaul_image::STRIPE_BYTES);
 /// The backing of a disk in a guest's QEMU, or why it is unknown.
 pub(crate) type Seen = Result<Option<Backing>, String>;
 
-/// Asks a guest's QEMU for the backing of a disk.
-pub(crate) async fn ask(guest: &Guest, qmp: &Qmp, disk: &str) -> Seen {
-    let device = crate::disks::exports::device(guest.description(), disk)?;
-    let backing = disk::backing(qmp, &device).await;
+/// Asks a guest's QEMU for the backing of a disk, by the path of the disk's device.
+pub(crate) async fn ask(qmp: &Qmp, device: &str) -> Seen {
+    let backing = disk::backing(qmp, device).await;
     backing.map_err(|error| error.to_string())
 }
 

@@ -12,6 +12,7 @@
 use crate::disks::export_process;
 use crate::host::notes::{All, Note, NoteStore};
 use longhaul_api::{ApiError, ErrorCode};
+use longhaul_hypervisor::disk::FindError;
 use longhaul_hypervisor::helper::Helper;
 use longhaul_storage::front::{Control, FrontFolder};
 use std::borrow::Cow;
@@ -48,21 +49,37 @@ pub(crate) struct Noted<N> {
 }
 
 /// Why an export could not be inserted or removed.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 #[error("disk {disk}: {why}")]
 pub(crate) struct FrontError {
     disk: String,
     why: String,
+    hint: Option<String>,
 }
 
 impl FrontError {
     pub(crate) fn new(disk: &str, why: &dyn Display) -> Self {
         let (disk, why) = (disk.to_owned(), why.to_string());
-        Self { disk, why }
+        let hint = None;
+        Self { disk, why, hint }
+    }
+
+    /// Creates the error for a disk that QEMU has in a form that no export can be put below.
+    pub(crate) fn not_found(disk: &str, error: &FindError) -> Self {
+        let hint = match error {
+            FindError::Nodes(error) => Some(error.hint().to_owned()),
+            FindError::Qmp(_) => None,
+        };
+        let new = Self::new(disk, error);
+        Self { hint, ..new }
     }
 
     pub(crate) fn into_api(self) -> ApiError {
-        ApiError::new(ErrorCode::Qemu, self.to_string())
+        let error = ApiError::new(ErrorCode::Qemu, self.to_string());
+        match self.hint {
+            Some(hint) => error.hint(hint),
+            None => error,
+        }
     }
 }
 

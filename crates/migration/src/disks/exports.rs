@@ -207,44 +207,50 @@ impl Noted {
     }
 }
 
-/// Returns the path of a disk's device in QEMU.
-pub(crate) fn device(guest: &GuestDescription, disk: &str) -> Result<String, String> {
+/// Returns the path of a disk's device in QEMU, if the description names the device.
+pub(crate) fn named_device(guest: &GuestDescription, disk: &str) -> Option<String> {
     let Some(hardware) = &guest.hardware else {
-        return Ok(format!("/machine/peripheral/blk-{disk}/virtio-backend"));
+        return Some(format!("/machine/peripheral/blk-{disk}/virtio-backend"));
     };
     let mut devices = hardware.devices.iter();
-    let device = devices.find(|device| device.serves.as_deref() == Some(disk));
-    let id = device.and_then(|device| Some((device.id.as_deref()?, &device.model)));
-    let Some((id, model)) = id else {
-        return Err("its device has no `id` in QEMU: nothing can be put below it".to_owned());
-    };
-    let below = match model.starts_with("virtio-blk") {
+    let device = devices.find(|device| device.serves.as_deref() == Some(disk))?;
+    let id = device.id.as_deref()?;
+    let below = match device.model.starts_with("virtio-blk") {
         true => "/virtio-backend",
         false => "",
     };
-    Ok(format!("/machine/peripheral/{id}{below}"))
+    Some(format!("/machine/peripheral/{id}{below}"))
 }
 
-async fn nodes(guest: &Guest, qmp: &Qmp, device: &str) -> Result<DiskNodes, String> {
-    let pid = guest.pid().ok_or("its QEMU has no process")?;
-    let line = fs::read(format!("/proc/{pid}/cmdline")).map_err(|error| error.to_string())?;
-    let words = line.split(|byte| *byte == 0);
-    let words: Vec<String> = words
-        .map(|word| String::from_utf8_lossy(word).into_owned())
-        .collect();
-    let found = disk::find(qmp, &words, device).await;
-    found.map_err(|error| error.to_string())
+fn pid(guest: &Guest, disk: &str) -> Result<i32, FrontError> {
+    let pid = guest.pid();
+    pid.ok_or_else(|| FrontError::new(disk, &"its QEMU has no process"))
+}
+
+/// Returns the path of a disk's device in QEMU. A device without an id is found by its image.
+pub(crate) async fn device(
+    guest: &Guest,
+    qmp: &Qmp,
+    (disk, image): (&str, &Path),
+) -> Result<String, FrontError> {
+    match named_device(guest.description(), disk) {
+        Some(device) => Ok(device),
+        None => {
+            let found = disk::device_of(qmp, pid(guest, disk)?, image).await;
+            found.map_err(|error| FrontError::not_found(disk, &error))
+        }
+    }
 }
 
 /// Returns the path of a disk's device in QEMU, and the nodes of the disk.
 pub(crate) async fn device_and_nodes(
     guest: &Guest,
     qmp: &Qmp,
-    disk: &str,
+    (disk, image): (&str, &Path),
 ) -> Result<(String, DiskNodes), FrontError> {
-    let of_disk = |why: String| FrontError::new(disk, &why);
-    let device = device(guest.description(), disk).map_err(of_disk)?;
-    let nodes = nodes(guest, qmp, &device).await.map_err(of_disk)?;
+    let device = device(guest, qmp, (disk, image)).await?;
+    let nodes = disk::find(qmp, pid(guest, disk)?, &device).await;
+    let nodes = nodes.map_err(|error| FrontError::not_found(disk, &error))?;
     Ok((device, nodes))
 }
 
@@ -328,7 +334,10 @@ pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(
         noted.keep_answering().await?;
         let nodes = match &noted.note.nodes {
             Some(nodes) => Ok(nodes.clone()),
-            None => nodes(guest, qmp, &noted.note.device).await,
+            None => {
+                let pid = pid(guest, &noted.note.disk)?;
+                disk::find_below_export(qmp, pid, &noted.note.device).await
+            }
         };
         below.push((nodes.map_err(|error| noted.error(&error))?, noted.front()));
     }
@@ -430,7 +439,7 @@ pub(crate) async fn put_in_for(
     let mut folders = Vec::new();
     for (n, disk) in disks.iter().enumerate() {
         let of_disk = |why: &dyn Display| FrontError::new(&disk.name, why);
-        let (device, nodes) = device_and_nodes(guest, qmp, &disk.name).await?;
+        let (device, nodes) = device_and_nodes(guest, qmp, (&disk.name, &disk.image)).await?;
         let (size, image_use) = shown(disk.grows);
         let of = Below {
             device,

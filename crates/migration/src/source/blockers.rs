@@ -4,13 +4,12 @@
 use crate::context::Context;
 use crate::disks::exports;
 use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::disk::{files, jobs};
+use longhaul_hypervisor::disk::{Drive, drives, jobs};
 use longhaul_hypervisor::observe::Blocker;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
-use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Returns these reasons.
 pub(crate) async fn find(
@@ -18,7 +17,7 @@ pub(crate) async fn find(
     guest: &Guest,
     qmp: &Qmp,
 ) -> Result<Vec<Blocker>, QmpError> {
-    let (jobs, files) = tokio::try_join!(jobs(qmp), files(qmp))?;
+    let (jobs, drives) = tokio::try_join!(jobs(qmp), drives(qmp))?;
     let mut found: Vec<Blocker> = jobs
         .into_iter()
         .map(|job| Blocker {
@@ -30,23 +29,19 @@ pub(crate) async fn find(
         })
         .collect();
     let images = &context.parts.config.hypervisor.images;
+    let pid = guest.pid().unwrap_or(-1);
     for disk in &guest.description().disks {
-        let (Ok(device), Some(image)) = (
-            exports::device(guest.description(), &disk.name),
-            images.get(&disk.image),
-        ) else {
+        let Some(image) = images.get(&disk.image) else {
             // Refused elsewhere, by name.
             continue;
         };
-        if let Some(file) = file_of(&files, &device)
-            && are_two(file, &image.path)
-        {
+        let device = exports::named_device(guest.description(), &disk.name);
+        if let Some(file) = other_file(&drives, device.as_deref(), &image.path, pid) {
             found.push(Blocker {
                 text: format!(
-                    "disk {} stands on {} now, and not on its image {}: a snapshot or a mirror was \
-                     made while the guest ran",
+                    "disk {} stands on {file} now, and not on its image {}: a snapshot or a mirror \
+                     was made while the guest ran",
                     disk.name,
-                    file.display(),
                     image.path.display()
                 ),
                 hint: "commit the overlay (QMP `block-commit`), or shut the guest down and \
@@ -58,13 +53,16 @@ pub(crate) async fn find(
     Ok(found)
 }
 
-/// Returns the file of a device by its path in QEMU. QEMU reports a device's id instead if it has
-/// one.
-fn file_of<'a>(files: &'a BTreeMap<String, PathBuf>, device: &str) -> Option<&'a PathBuf> {
-    let by_id = device.strip_prefix("/machine/peripheral/");
-    files
-        .get(device)
-        .or_else(|| by_id.and_then(|id| files.get(id)))
+/// Returns the file that a disk uses instead of its image, if it does. A device without an id is
+/// known only by its image.
+fn other_file(drives: &[Drive], device: Option<&str>, image: &Path, pid: i32) -> Option<String> {
+    let Some(device) = device else {
+        let known = image.exists() && !drives.iter().any(|drive| drive.has(image, pid));
+        return known.then(|| "another image".to_owned());
+    };
+    let drive = drives.iter().find(|drive| drive.device == device)?;
+    let file = drive.inserted.as_ref()?.file.as_deref()?;
+    are_two(file, image).then(|| file.display().to_string())
 }
 
 /// Returns whether both exist and are different files or devices. A file that does not exist is

@@ -86,7 +86,7 @@ pub(crate) async fn examine(
         let found = blockers::find(context, guest, qmp).await;
         found.map_err(|error| qemu(&error))
     };
-    let known = async { Ok(Known::of(guest, disks, qmp).await) };
+    let known = async { Ok(Known::of(context, guest, disks, qmp).await) };
     let ((machine, devices), passing, known) = tokio::try_join!(of_devices, of_disks, known)?;
     let mut reasons: Vec<Reason> = devices
         .into_iter()

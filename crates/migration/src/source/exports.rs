@@ -49,7 +49,8 @@ impl Fronts {
         let mut all_nodes = Vec::new();
         for (n, disk) in disks.iter().enumerate() {
             let of_disk = |why: &dyn Display| FrontError::new(&disk.spec.name, why);
-            let (device, nodes) = device_and_nodes(guest, qmp, &disk.spec.name).await?;
+            let of = (&*disk.spec.name, &*disk.image);
+            let (device, nodes) = device_and_nodes(guest, qmp, of).await?;
             let identity = ImageIdentity::of(&disk.disk).map_err(|error| of_disk(&error))?;
             let left = may_be_left(disk).then(|| LeftDisk {
                 migration: sending.migration(),

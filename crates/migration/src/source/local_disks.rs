@@ -1,7 +1,8 @@
 //! The disks that move with a guest: which they are, and by which strategy each one moves.
 
 use crate::context::Context;
-use crate::disks::{base_images, blocks_of, exports, qcow2, read_blocks};
+use crate::disks::exports::{self, FrontError};
+use crate::disks::{base_images, blocks_of, qcow2, read_blocks};
 use crate::host::base_image_orders::id_of;
 use crate::host::writable;
 use crate::source::sender::Sending;
@@ -70,12 +71,19 @@ pub(crate) struct Known {
     pid: i32,
     /// The base images that QEMU uses for the disks, by the disk's name.
     stands_on: BTreeMap<String, base_images::Seen>,
+    /// The disks' devices in QEMU, or why no export can be put below a disk, by the disk's name.
+    devices: BTreeMap<String, Result<String, FrontError>>,
 }
 
 impl Known {
-    /// Finds the base images of a guest's disks and its write rates, as far as the choice depends
-    /// on them. A rate that cannot be measured counts as zero.
-    pub(crate) async fn of(running: &Guest, choice: DiskChoice, qmp: &Qmp) -> Self {
+    /// Finds a guest's disks in its QEMU, their base images, and its write rates, as far as the
+    /// choice depends on them. A rate that cannot be measured counts as zero.
+    pub(crate) async fn of(
+        context: &Context,
+        running: &Guest,
+        choice: DiskChoice,
+        qmp: &Qmp,
+    ) -> Self {
         let guest = running.description();
         let mut known = Self {
             pid: running.pid().unwrap_or(-1),
@@ -84,22 +92,34 @@ impl Known {
         if choice == DiskChoice::Shared {
             return known;
         }
+        let images = &context.parts.config.hypervisor.images;
         for disk in guest.disks.iter().filter(|disk| disk.is_local()) {
-            let seen = base_images::ask(running, qmp, &disk.name).await;
-            known.stands_on.insert(disk.name.clone(), seen);
+            // An image that is not known is refused by its name.
+            let Some(image) = images.get(&disk.image) else {
+                continue;
+            };
+            let of = (&*disk.name, &*image.path);
+            // What the move would ask for later: a disk that cannot be had is refused beforehand.
+            let found = exports::device_and_nodes(running, qmp, of).await;
+            let found = found.map(|(device, _)| device);
+            if let Ok(device) = &found {
+                let seen = base_images::ask(qmp, device).await;
+                known.stands_on.insert(disk.name.clone(), seen);
+            }
+            known.devices.insert(disk.name.clone(), found);
         }
         if !guest.disks.iter().any(Described::is_local) {
             return known;
         }
         match average(running, qmp).await {
-            Ok(written) => known.usually_written = by_disk(guest, &written),
+            Ok(written) => known.usually_written = known.by_disk(&written),
             Err(error) => {
                 tracing::warn!(%error, "cannot tell what a guest usually writes to its disks")
             }
         }
         if choice == DiskChoice::Auto {
             match disk_rate::measure(qmp).await {
-                Ok(written) => known.written = by_disk(guest, &written),
+                Ok(written) => known.written = known.by_disk(&written),
                 Err(error) => {
                     tracing::warn!(%error, "cannot tell what a guest writes to its disks")
                 }
@@ -117,6 +137,35 @@ impl Known {
             (rate, limit) => rate.or(limit),
         };
         self.rtt = rtt;
+    }
+
+    /// Converts values by device path to values by disk name.
+    fn by_disk(&self, of_device: &BTreeMap<String, f64>) -> BTreeMap<String, f64> {
+        let devices = self.devices.iter();
+        let written = devices.filter_map(|(disk, device)| {
+            let device = device.as_ref().ok()?;
+            Some((disk.clone(), *of_device.get(device)?))
+        });
+        written.collect()
+    }
+
+    /// Refuses a disk that no export can be put below.
+    fn check(&self, disk: &str) -> Result<(), ApiError> {
+        match self.devices.get(disk) {
+            Some(Err(error)) => {
+                let error = error.clone().into_api();
+                let refused = ApiError::new(ErrorCode::Refused, error.message);
+                Err(match error.hint {
+                    Some(hint) => refused.hint(hint),
+                    None => refused,
+                })
+            }
+            Some(Ok(_)) => Ok(()),
+            None => {
+                let text = format!("disk {disk}: its QEMU was not asked for it");
+                Err(ApiError::new(ErrorCode::Refused, text))
+            }
+        }
     }
 
     fn seen(&self, disk: &Described) -> Seen {
@@ -139,15 +188,6 @@ async fn average(running: &Guest, qmp: &Qmp) -> Result<BTreeMap<String, f64>, Qm
         Some(process) => disk_rate::average(qmp, process.age()).await,
         None => Ok(BTreeMap::new()),
     }
-}
-
-/// Converts values by device path to values by disk name.
-fn by_disk(guest: &GuestDescription, of_device: &BTreeMap<String, f64>) -> BTreeMap<String, f64> {
-    let written = |disk: &Described| {
-        let device = exports::device(guest, &disk.name).ok()?;
-        Some((disk.name.clone(), *of_device.get(&device)?))
-    };
-    guest.disks.iter().filter_map(written).collect()
 }
 
 /// Returns the disks that move with the guest. The ids of their regions follow those of the memory.
@@ -227,6 +267,7 @@ fn open(
     writable::check(&image.path).map_err(|unwritable| {
         refused(format!("disk {name}: {}", unwritable.text)).hint(unwritable.hint)
     })?;
+    known.check(name)?;
     let (format, size, base) = match image.format {
         ImageFormat::Raw => (DiskFormat::Raw, ExportSize::OfFile, None),
         ImageFormat::Qcow2 => {

@@ -52,7 +52,7 @@ pub(crate) async fn begin(context: &Context, guest: &str) -> Result<(), ApiError
     let lease = lease.map_err(|error| ApiError::new(ErrorCode::Qemu, error.to_string()))?;
     let qmp = lease.qmp();
     let asked = DiskChoice::Precopy;
-    let known = Known::of(&found, asked, qmp).await;
+    let known = Known::of(context, &found, asked, qmp).await;
     let disks = || local_disks::local(context, found.description(), asked, &known, &[]);
     let disks = block_in_place(disks)?;
     if disks.is_empty() {
@@ -81,7 +81,8 @@ async fn put_in(
     let mut all_nodes = Vec::new();
     for (n, disk) in disks.iter().enumerate() {
         let of_disk = |why: &dyn Display| FrontError::new(&disk.spec.name, why);
-        let (device, nodes) = device_and_nodes(guest, qmp, &disk.spec.name).await?;
+        let of = (&*disk.spec.name, &*disk.image);
+            let (device, nodes) = device_and_nodes(guest, qmp, of).await?;
         let (size, image_use) = shown(disk.grows());
         let of = Below {
             disk: &disk.spec.name,
