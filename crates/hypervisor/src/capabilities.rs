@@ -1,8 +1,10 @@
 //! Determines what this host can run, and checks a given guest against it.
 
-use crate::config::{AcceleratorChoice, HostConfig};
+use crate::config::{AcceleratorChoice, HostConfig, Network};
 use crate::description;
 use crate::guest::{Found, find_all};
+use crate::hardware;
+use crate::hardware::wiring::Forward;
 use crate::probe::{self, ProbeError};
 use crate::tested;
 use longhaul_protocol::files;
@@ -14,6 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs;
 use std::io;
+use std::net::{Ipv4Addr, TcpListener, UdpSocket};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -48,6 +51,8 @@ pub struct Capabilities {
     pub images: BTreeSet<String>,
     /// Names of the networks.
     pub networks: BTreeSet<String>,
+    /// ... of those that are QEMU's user network, and whether that reaches what this host reaches.
+    pub user_networks: BTreeMap<String, bool>,
     /// Names of the firmware images.
     pub firmware: BTreeSet<String>,
     /// Names of the kernels.
@@ -176,6 +181,7 @@ impl Prober {
             memory: memory(&self.config)?,
             images: self.config.images.keys().cloned().collect(),
             networks: self.config.networks.keys().cloned().collect(),
+            user_networks: user_networks(&self.config),
             firmware: self.config.firmware.keys().cloned().collect(),
             kernels: self.config.kernels.keys().cloned().collect(),
         })
@@ -348,6 +354,7 @@ pub fn can_run(
     question.accelerator(&mut checks);
     question.memory(&mut checks);
     question.names(&mut checks);
+    question.cards(&mut checks);
     checks
 }
 
@@ -567,6 +574,64 @@ impl<'a> Question<'a> {
         )));
     }
 
+    /// Checks the cards on QEMU's user network.
+    fn cards(&self, checks: &mut Vec<Check>) {
+        let host = self.host;
+        for (index, nic) in self.guest.nics.iter().enumerate() {
+            let Some(user) = hardware::wiring(self.guest, index).user else {
+                continue;
+            };
+            let network = &nic.network;
+            let reaches = self.capabilities.user_networks.get(network);
+            let wanted = if user.restrict { "user" } else { "nat" };
+            if reaches.is_none_or(|outside| !outside && !user.restrict)
+                && self.capabilities.networks.contains(network)
+            {
+                checks.push(self.refuse(
+                    format!(
+                        "its card {index} is on QEMU's user network, and network {network} there \
+                         is not one{}",
+                        if reaches.is_some() {
+                            " that reaches anything"
+                        } else {
+                            ""
+                        }
+                    ),
+                    format!(
+                        "write {network} = \"{wanted}\" under [networks] in the configuration of \
+                         {host}"
+                    ),
+                ));
+            }
+            for forward in &user.forwards {
+                if let Some(error) = is_taken(forward) {
+                    checks.push(self.refuse(
+                        format!(
+                            "port {} of its card {index} leads to the guest (hostfwd={forward}), \
+                             and cannot be used there: {error}",
+                            forward.from_port
+                        ),
+                        format!(
+                            "free the port on {host}, or take it from the guest in QEMU's \
+                             monitor: hostfwd_remove"
+                        ),
+                    ));
+                }
+            }
+            if self.machine.is_some() && !(user.restrict && user.forwards.is_empty()) {
+                checks.push(Check {
+                    verdict: Verdict::Warning,
+                    text: format!(
+                        "card {index} ({}) is on QEMU's user network: its connections to the \
+                         outside end with the move",
+                        nic.mac
+                    ),
+                    hint: Some("give the guest a card on a bridge to keep them".to_owned()),
+                });
+            }
+        }
+    }
+
     fn names(&self, checks: &mut Vec<Check>) {
         let (guest, here) = (self.guest, self.capabilities);
         let flash = guest.hardware.as_ref().and_then(|it| it.flash.as_ref());
@@ -613,6 +678,29 @@ impl<'a> Question<'a> {
                 ));
             }
         }
+    }
+}
+
+/// Returns the user networks of a configuration, and whether each reaches what this host reaches.
+fn user_networks(config: &HostConfig) -> BTreeMap<String, bool> {
+    let networks = config.networks.iter();
+    let user = networks.filter_map(|(name, network)| match network {
+        Network::User => Some((name.clone(), false)),
+        Network::Nat => Some((name.clone(), true)),
+        Network::Bridge(_) | Network::None => None,
+    });
+    user.collect()
+}
+
+/// Returns why nothing can listen at a port of this host.
+fn is_taken(forward: &Forward) -> Option<io::Error> {
+    let address = (
+        forward.from.unwrap_or(Ipv4Addr::UNSPECIFIED),
+        forward.from_port,
+    );
+    match forward.udp {
+        true => UdpSocket::bind(address).err(),
+        false => TcpListener::bind(address).err(),
     }
 }
 

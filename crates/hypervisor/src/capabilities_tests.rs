@@ -42,6 +42,7 @@ fn host() -> Capabilities {
         },
         images: names("debian"),
         networks: names("office"),
+        user_networks: BTreeMap::new(),
         firmware: names("ovmf"),
         kernels: names("tiny"),
     }
@@ -246,6 +247,76 @@ fn names_that_mean_nothing_there_are_refused() {
             "add office under [networks] in the configuration of paris-2".to_owned()
         )
     );
+}
+
+/// Returns a guest whose card is on QEMU's user network, with a port of the host.
+fn on_user_network(guest: &mut GuestDescription, port: u16) {
+    let forward = format!("tcp:127.0.0.1:{port}-10.0.2.15:22");
+    let property = |name: &str, value: &str| (format!("netdev.{name}"), value.to_owned());
+    let device = |model: &str, serves: &str| PlacedDevice {
+        model: model.to_owned(),
+        serves: Some(serves.to_owned()),
+        ..PlacedDevice::default()
+    };
+    let card = PlacedDevice {
+        properties: [
+            property("restrict", "off"),
+            property("hostfwd.00", &forward),
+        ]
+        .into(),
+        ..device("e1000", "0")
+    };
+    guest.hardware = Some(Hardware {
+        topology: Topology {
+            sockets: 1,
+            dies: 1,
+            cores: 2,
+            threads: 1,
+        },
+        devices: vec![
+            device("virtio-blk-pci", "vda"),
+            card,
+            device("virtserialport", "org.qemu.guest_agent.0"),
+        ],
+        ..Hardware::default()
+    });
+}
+
+#[test]
+fn user_networks_move_to_user_networks_with_free_ports() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let found = refusals(|guest, _, _| on_user_network(guest, port));
+    assert_eq!(found.len(), 2, "{found:?}");
+    assert_eq!(
+        found[0],
+        (
+            "paris-2 cannot run web-7: its card 0 is on QEMU's user network, and network office \
+             there is not one"
+                .to_owned(),
+            "write office = \"nat\" under [networks] in the configuration of paris-2".to_owned()
+        )
+    );
+    assert!(found[1].0.contains(&format!("port {port} of its card 0")));
+    let found = refusals(|guest, _, capabilities| {
+        on_user_network(guest, port);
+        capabilities
+            .user_networks
+            .insert("office".to_owned(), false);
+    });
+    assert!(
+        found[0].0.contains("not one that reaches anything"),
+        "{found:?}"
+    );
+    drop(listener);
+    let (mut guest, mut host) = (sample(), host());
+    on_user_network(&mut guest, port);
+    host.user_networks.insert("office".to_owned(), true);
+    let checks = can_run("paris-2", &guest, Some(&machine()), &host);
+    let mut said = checks.iter().filter(|check| check.verdict != Verdict::Fine);
+    let said = said.next().unwrap();
+    assert_eq!(said.verdict, Verdict::Warning);
+    assert!(said.text.contains("end with the move"), "{}", said.text);
 }
 
 #[test]

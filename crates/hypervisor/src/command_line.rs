@@ -10,6 +10,8 @@ use crate::description::Chipset;
 use crate::disk::base::{self, Base};
 use crate::folder::GuestFolder;
 use crate::hardware;
+use crate::hardware::wiring::UserNetwork;
+use crate::tap;
 use longhaul_protocol::guest::{Disk, GuestDescription};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -109,29 +111,66 @@ pub(crate) fn backend(
     index: usize,
 ) -> Result<bool, ResolveError> {
     let network = network(around.config, &description.nics[index].network)?;
+    let wiring = hardware::wiring(description, index);
+    let id = match wiring.hub {
+        true => format!("wire{index}"),
+        false => format!("net{index}"),
+    };
     let backend = match (network, around.taps.get(&index)) {
         (Network::Bridge(_), Some(tap)) => {
-            format!("tap,id=net{index},ifname={tap},script=no,downscript=no,vhost=off")
+            let vhost = match wiring.vhost && tap::has_vhost() {
+                true => "on",
+                false => "off",
+            };
+            let queues = match wiring.queues {
+                1 => String::new(),
+                queues => format!(",queues={queues}"),
+            };
+            format!("tap,id={id},ifname={tap},script=no,downscript=no,vhost={vhost}{queues}")
         }
-        (Network::User, _) => format!("user,id=net{index},restrict=on"),
+        (network @ (Network::User | Network::Nat), _) => {
+            let mut user = wiring.user.unwrap_or(UserNetwork {
+                restrict: *network == Network::User,
+                ..UserNetwork::default()
+            });
+            // The host's configuration decides whether anything is reached.
+            user.restrict |= *network == Network::User;
+            format!("user,id={id},{}", user.options())
+        }
         (Network::Bridge(_), None) | (Network::None, _) => return Ok(false),
     };
     line.option("-netdev", backend);
+    if wiring.hub {
+        let port = |end: &str| format!("hubport,id={end},hubid={index}");
+        line.option(
+            "-netdev",
+            port(&format!("hub{index}")) + &format!(",netdev={id}"),
+        );
+        line.option("-netdev", port(&format!("net{index}")));
+    }
     Ok(true)
 }
 
-/// Returns the bridge of each network card that needs a TAP device, by the card's index.
-pub(crate) fn bridges<'a>(
+/// A TAP device that a network card needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Plug<'a> {
+    pub(crate) bridge: &'a str,
+    pub(crate) queues: u16,
+}
+
+/// Returns the TAP device of each network card that needs one, by the card's index.
+pub(crate) fn plugs<'a>(
     description: &GuestDescription,
     config: &'a HostConfig,
-) -> Result<BTreeMap<usize, &'a str>, ResolveError> {
-    let mut bridges = BTreeMap::new();
+) -> Result<BTreeMap<usize, Plug<'a>>, ResolveError> {
+    let mut plugs = BTreeMap::new();
     for (index, nic) in description.nics.iter().enumerate() {
         if let Network::Bridge(bridge) = network(config, &nic.network)? {
-            bridges.insert(index, bridge.as_str());
+            let queues = hardware::wiring(description, index).queues;
+            plugs.insert(index, Plug { bridge, queues });
         }
     }
-    Ok(bridges)
+    Ok(plugs)
 }
 
 /// Arguments, in pairs.
@@ -480,12 +519,13 @@ mod tests {
     fn names_that_mean_nothing_here_are_said() {
         let mut none = config();
         none.networks.clear();
-        let error = bridges(&sample(), &none).unwrap_err().to_string();
+        let error = plugs(&sample(), &none).unwrap_err().to_string();
         assert_eq!(
             error,
             "this host has no network called `office` (it has: none): add it under [networks] in \
              the agent's configuration"
         );
-        assert_eq!(bridges(&sample(), &config()).unwrap()[&0], "br0");
+        let plug = plugs(&sample(), &config()).unwrap()[&0];
+        assert_eq!((plug.bridge, plug.queues), ("br0", 1));
     }
 }

@@ -186,6 +186,8 @@ pub enum Network {
     None,
     /// QEMU's user network, isolated from the host and everything else.
     User,
+    /// QEMU's user network, through which the guest reaches whatever this host reaches.
+    Nat,
     /// A port of this Linux bridge.
     Bridge(String),
 }

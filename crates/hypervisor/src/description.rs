@@ -25,6 +25,9 @@ pub const CPU_FEATURES_MAX: usize = 64;
 /// The maximum length of a kernel command line, in bytes (x86 Linux reads no more).
 pub const COMMAND_LINE_BYTES_MAX: usize = 2047;
 
+/// The maximum length of a machine type's version.
+const MACHINE_VERSION_BYTES_MAX: usize = 32;
+
 /// Numeric CPU properties that a description may set.
 const CPU_NUMBERS: [&str; 8] = [
     "family",
@@ -57,13 +60,13 @@ pub enum Chipset {
 }
 
 impl Chipset {
-    /// Returns the family of a versioned machine type.
+    /// Returns the family of a machine type of any build of QEMU: `pc-q35-10.0`, `pc-q35-noble`.
     pub fn of(machine: &str) -> Option<Self> {
         [("pc-q35-", Self::Q35), ("pc-i440fx-", Self::I440fx)]
             .into_iter()
             .find_map(|(prefix, chipset)| {
                 let version = machine.strip_prefix(prefix)?;
-                is_version(version).then_some(chipset)
+                is_name(version, MACHINE_VERSION_BYTES_MAX).then_some(chipset)
             })
     }
 
@@ -258,14 +261,6 @@ pub(crate) fn is_name(text: &str, bytes_max: usize) -> bool {
         && text.chars().all(inner)
 }
 
-fn is_version(text: &str) -> bool {
-    let digits = |part: &str| {
-        (1..=3).contains(&part.len()) && part.bytes().all(|byte| byte.is_ascii_digit())
-    };
-    let parts: Vec<&str> = text.split('.').collect();
-    (2..=3).contains(&parts.len()) && parts.into_iter().all(digits)
-}
-
 fn is_unicast_mac(text: &str) -> bool {
     let bytes: Option<Vec<u8>> = text
         .split(':')
@@ -408,7 +403,8 @@ pub(crate) mod tests {
             "q35",
             "pc",
             "pc-q35-",
-            "pc-q35-10",
+            "pc-q35-.",
+            "pc-q35-a b",
             "pc-q35-10.0,x=y",
             "isapc",
             "virt-7.2",
@@ -444,6 +440,21 @@ pub(crate) mod tests {
         assert!(error.contains("not printable"), "{error}");
         let error = refused(|d| d.kernel.as_mut().unwrap().command_line = "a".repeat(2048));
         assert!(error.contains("longer than 2047"), "{error}");
+    }
+
+    #[test]
+    fn machines_of_distributions_are_versioned() {
+        for (machine, chipset) in [
+            ("pc-q35-10.0", Chipset::Q35),
+            ("pc-q35-rhel9.6.0", Chipset::Q35),
+            ("pc-q35-noble-hpb", Chipset::Q35),
+            ("pc-i440fx-jammy", Chipset::I440fx),
+        ] {
+            assert_eq!(Chipset::of(machine), Some(chipset));
+            let mut description = sample();
+            description.machine = machine.to_owned();
+            check(&description).unwrap();
+        }
     }
 
     #[test]

@@ -9,7 +9,7 @@
 //! finds.
 
 use crate::capabilities::Accelerator;
-use crate::command_line::{ResolveError, Surroundings, arguments, bridges};
+use crate::command_line::{Plug, ResolveError, Surroundings, arguments, plugs};
 use crate::config::{HostConfig, RunsAsRoot};
 use crate::description::{self, DescriptionError};
 use crate::disk::base::Base;
@@ -137,7 +137,7 @@ impl Launch<'_> {
         description::check(self.description)?;
         config.qemu.check_user()?;
         let name = &self.description.name;
-        let bridges = bridges(self.description, config)?;
+        let plugs = plugs(self.description, config)?;
         let emulator = config
             .qemu
             .emulators
@@ -149,7 +149,7 @@ impl Launch<'_> {
         }
         let account = account(config.qemu.run_as.as_deref())
             .map_err(self.host("looking up the user that QEMU runs as"))?;
-        let taps: BTreeMap<usize, String> = bridges
+        let taps: BTreeMap<usize, String> = plugs
             .keys()
             .map(|index| (*index, tap::name(unique(&folder), *index)))
             .collect();
@@ -185,8 +185,8 @@ impl Launch<'_> {
             },
         );
         let wires = taps.iter().filter_map(|(index, tap)| {
-            let bridge = bridges.get(index)?;
-            Some((tap.as_str(), *bridge))
+            let plug = plugs.get(index)?;
+            Some((tap.as_str(), *plug))
         });
         let program = Program {
             file: emulator,
@@ -211,7 +211,7 @@ impl Launch<'_> {
     async fn bring_up(
         &self,
         guest: &mut RecordedGuest,
-        wires: impl Iterator<Item = (&str, &str)>,
+        wires: impl Iterator<Item = (&str, Plug<'_>)>,
         program: &Program<'_>,
     ) -> Result<Qmp, LaunchError> {
         guest
@@ -219,8 +219,8 @@ impl Launch<'_> {
             .write_description(self.description)
             .and_then(|()| guest.write_record())
             .map_err(self.host("writing its record"))?;
-        for (tap, bridge) in wires {
-            tap::create(tap, bridge, program.account)
+        for (tap, plug) in wires {
+            tap::create(tap, &plug, program.account)
                 .await
                 .map_err(self.host("making its TAP device"))?;
         }

@@ -1,9 +1,16 @@
 //! Creates TAP devices, the backends of a guest's network cards, before its QEMU starts, and
 //! removes them afterwards.
 
+use crate::command_line::Plug;
 use crate::process::Account;
 use crate::scope::run;
 use std::io;
+use std::path::Path;
+
+/// Returns whether this host's kernel can serve network cards.
+pub(crate) fn has_vhost() -> bool {
+    Path::new("/dev/vhost-net").exists()
+}
 
 /// Returns a name for a TAP device that is unique on this machine.
 pub(crate) fn name(unique: u32, index: usize) -> String {
@@ -11,14 +18,22 @@ pub(crate) fn name(unique: u32, index: usize) -> String {
 }
 
 /// Creates a TAP device that `account` may open, and attaches it to a bridge.
-pub(crate) async fn create(name: &str, bridge: &str, account: Option<&Account>) -> io::Result<()> {
+pub(crate) async fn create(
+    name: &str,
+    plug: &Plug<'_>,
+    account: Option<&Account>,
+) -> io::Result<()> {
     let mut add = vec!["tuntap", "add", "dev", name, "mode", "tap"];
+    if plug.queues > 1 {
+        add.push("multi_queue");
+    }
     let uid = account.map(|account| account.uid.to_string());
     if let Some(uid) = &uid {
         add.extend(["user", uid]);
     }
     run("ip", &add).await?;
-    let plugged = run("ip", &["link", "set", "dev", name, "master", bridge, "up"]).await;
+    let wire = ["link", "set", "dev", name, "master", plug.bridge, "up"];
+    let plugged = run("ip", &wire).await;
     if let Err(error) = plugged {
         remove(name).await?;
         return Err(error);

@@ -7,6 +7,11 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
+/// The beginning of the name of a device that came with the machine, in [`Machine::devices`].
+pub const BOARD: &str = "board ";
+/// ... and of one that was requested without an id.
+pub const UNNAMED: &str = "unnamed ";
+
 /// Most CPU features that one sentence names.
 const FEATURES_NAMED_MAX: usize = 16;
 
@@ -23,7 +28,7 @@ pub struct Machine {
     pub vcpus: u32,
     /// RAM blocks by name.
     pub ram_blocks: BTreeMap<String, RamBlock>,
-    /// Devices by their path in QEMU's object model, or by id where they have one.
+    /// Devices by id, or by number where they have none.
     pub devices: BTreeMap<String, Device>,
     /// The CPU model's properties after expansion, by name.
     pub cpu_properties: BTreeMap<String, String>,
@@ -131,9 +136,11 @@ impl Machine {
 
     fn compare_devices(&self, source: &Self, found: &mut Vec<Difference>) {
         let names: BTreeSet<&String> = source.devices.keys().chain(self.devices.keys()).collect();
+        let renamed = self.renamed_devices(source);
         for name in names {
             let text = match (source.devices.get(name), self.devices.get(name)) {
                 (Some(there), Some(here)) if there == here => continue,
+                _ if renamed.contains(name) => continue,
                 (Some(there), Some(here)) => {
                     format!("{there} at the source, {here} at the destination")
                 }
@@ -148,6 +155,33 @@ impl Machine {
                     .to_owned(),
             });
         }
+    }
+
+    /// Returns the names, at both ends, of devices that have the same place under different names,
+    /// of which one is a number: QEMU finds a device's state by its place.
+    fn renamed_devices(&self, source: &Self) -> BTreeSet<String> {
+        let is_numbered = |name: &str| name.starts_with(BOARD) || name.starts_with(UNNAMED);
+        let others = |own: &Self, other: &Self| -> Vec<(String, Device)> {
+            let devices = own.devices.iter();
+            let others = devices.filter(|(name, device)| other.devices.get(*name) != Some(*device));
+            others
+                .map(|(name, device)| (name.clone(), device.clone()))
+                .collect()
+        };
+        let mut there = others(source, self);
+        let mut renamed = BTreeSet::new();
+        for (name, device) in others(self, source) {
+            let is_it = |(other, at): &(String, Device)| {
+                *at == device && (is_numbered(&name) || is_numbered(other))
+            };
+            if let Some(place) = there.iter().position(is_it) {
+                renamed.extend([name, there.remove(place).0]);
+            } else if name.starts_with(BOARD) {
+                // Older agents do not report the source's.
+                renamed.insert(name);
+            }
+        }
+        renamed
     }
 
     fn compare_cpu(&self, source: &Self, found: &mut Vec<Difference>) {
@@ -424,6 +458,60 @@ mod tests {
                  pcie.0/11.0 at the destination",
                 "device serial: virtio-serial-pci at pcie.0/03.0 at the source, missing at the \
                  destination",
+            ]
+        );
+    }
+
+    #[test]
+    fn devices_are_the_same_by_their_places() {
+        let with = |names: &[(&str, &str, &str)]| {
+            let mut machine = machine();
+            machine.devices = names
+                .iter()
+                .map(|(name, kind, place)| ((*name).to_owned(), device(kind, place)))
+                .collect();
+            machine
+        };
+        let source = with(&[
+            ("board device[18]", "ide-hd", "ide.0"),
+            ("board device[19]", "ide-hd", "ide.0"),
+            ("board device[30]", "e1000", "pci.0/03.0"),
+            ("unnamed device[0]", "virtio-rng-pci", "pci.0/04.0"),
+            ("hot", "virtio-rng-pci", "pci.0/05.0"),
+        ]);
+        let same = with(&[
+            ("unnamed device[0]", "ide-hd", "ide.0"),
+            ("unnamed device[1]", "ide-hd", "ide.0"),
+            ("unnamed device[2]", "e1000", "pci.0/03.0"),
+            ("unnamed device[3]", "virtio-rng-pci", "pci.0/04.0"),
+            ("unnamed device[4]", "virtio-rng-pci", "pci.0/05.0"),
+            ("board device[7]", "ide-hd", "ide.1"),
+        ]);
+        assert_eq!(same.differences(&source), []);
+        let other = with(&[
+            ("unnamed device[0]", "ide-hd", "ide.0"),
+            ("unnamed device[2]", "e1000", "pci.0/04.0"),
+            ("rng", "virtio-rng-pci", "pci.0/04.0"),
+            ("cold", "virtio-rng-pci", "pci.0/05.0"),
+        ]);
+        let texts: Vec<String> = other
+            .differences(&source)
+            .iter()
+            .map(Difference::to_string)
+            .collect();
+        assert_eq!(
+            texts,
+            [
+                "device board device[19]: ide-hd at ide.0 at the source, missing at the \
+                 destination",
+                "device board device[30]: e1000 at pci.0/03.0 at the source, missing at the \
+                 destination",
+                "device cold: virtio-rng-pci at pci.0/05.0 at the destination, missing at the \
+                 source",
+                "device hot: virtio-rng-pci at pci.0/05.0 at the source, missing at the \
+                 destination",
+                "device unnamed device[2]: e1000 at pci.0/04.0 at the destination, missing at the \
+                 source",
             ]
         );
     }

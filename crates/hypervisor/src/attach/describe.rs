@@ -1,10 +1,11 @@
 //! Derives a guest's description from its command line and the answers of its QEMU.
 
-use super::found::{Found, Inserted, Seen};
+use super::found::{Found, Inserted, Medium, Origin, Seen};
 use super::names::Names;
 use super::options::{CommandLine, shown};
 use super::words::Words;
-use crate::description::{self, is_name};
+use super::{cards, drives, properties};
+use crate::description::{self, Chipset, is_name};
 use crate::hardware::tables::{Bus, Model, Serves, VGAS};
 use crate::observe::{Blocker, pci_place};
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
@@ -12,30 +13,6 @@ use longhaul_protocol::hardware::{Flash, Hardware, MemoryBackend, PlacedDevice};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The maximum length of a disk's name.
-const DISK_NAME_BYTES_MAX: usize = 16;
-/// Properties of the host's side, which this host's tables answer.
-const LOCAL: [&str; 19] = [
-    "account-failed",
-    "account-invalid",
-    "addr",
-    "bus",
-    "channel",
-    "chardev",
-    "drive",
-    "driver",
-    "id",
-    "iothread",
-    "lun",
-    "mac",
-    "netdev",
-    "nr",
-    "port",
-    "rng",
-    "scsi-id",
-    "serial-number",
-    "unit",
-];
 const RESTART: &str = "shut the guest down and start it at the destination";
 
 /// Returns the description, and everything that prevents launching the guest from it.
@@ -102,61 +79,41 @@ impl Describing<'_> {
         result.map_err(|blocker| self.refusals.push(blocker)).ok()
     }
 
-    /// Returns every device of the command line, with the place that QEMU gave it.
+    /// Returns every device, with the place that QEMU gave it.
     fn devices(&mut self, line: &CommandLine) -> Vec<PlacedDevice> {
+        let ordered = ordered(&self.found.devices, &line.devices);
         let mut placed = Vec::new();
-        let mut unnamed = self.found.unnamed.iter();
-        let mut known = BTreeSet::new();
-        for words in &line.devices {
-            let id = words.get("id");
-            let seen = match id {
-                Some(id) => self.found.named.get(id),
-                None => unnamed.next(),
-            };
-            known.extend(id);
-            let asked = shown(words.get("driver").unwrap_or_default());
-            match seen {
-                Some(seen) if id.is_some() || seen.kind.starts_with(&asked) => {
-                    placed.extend(self.device(line, words, id, seen));
-                }
-                _ => self.refuse(
-                    format!(
-                        "device {} of its command line is not in its machine",
-                        shown(id.unwrap_or(&asked))
-                    ),
-                    "it was unplugged while the guest ran: restart the guest, then attach to it",
-                ),
+        for (seen, words) in ordered {
+            if !self.is_usual_cd_drive(seen) {
+                placed.extend(self.device(line, words, seen));
             }
         }
-        let plugged = self
-            .found
-            .named
-            .iter()
-            .filter(|(id, _)| !known.contains(id.as_str()));
-        let plugged = plugged.map(|(id, seen)| (id.as_str(), seen));
-        let plugged: Vec<_> = plugged
-            .chain(unnamed.map(|seen| ("without an id", seen)))
-            .collect();
-        for (id, seen) in plugged {
-            self.refuse(
-                format!(
-                    "device {} ({}) was plugged in while the guest ran",
-                    shown(id),
-                    seen.kind
-                ),
-                "unplug it, or restart the guest with it on its command line",
-            );
-        }
         placed
+    }
+
+    /// Returns whether this is the empty CD drive that a machine has by default.
+    fn is_usual_cd_drive(&self, seen: &Seen) -> bool {
+        let bus = match Chipset::of(&self.found.machine.machine_type) {
+            Some(Chipset::Q35) => "ide.2",
+            _ => "ide.1",
+        };
+        matches!(seen.origin, Origin::Board(_))
+            && seen.kind == "ide-cd"
+            && seen.bus() == Some(bus)
+            && seen.values.get("unit") == Some(&0.into())
+            && self.medium(seen).is_none_or(|it| it.inserted.is_none())
     }
 
     fn device(
         &mut self,
         line: &CommandLine,
-        words: &Words,
-        id: Option<&str>,
+        words: Option<&Words>,
         seen: &Seen,
     ) -> Option<PlacedDevice> {
+        let id = match &seen.origin {
+            Origin::Named(id) => Some(id.as_str()),
+            Origin::Unnamed(_) | Origin::Board(_) => None,
+        };
         let called = format!("{} ({})", shown(id.unwrap_or("without an id")), seen.kind);
         let Some(model) = Model::of(&seen.kind) else {
             // Devices that cannot be moved were reported already.
@@ -174,39 +131,29 @@ impl Describing<'_> {
         let mut device = PlacedDevice {
             model: seen.kind.clone(),
             id: id.map(str::to_owned),
-            bus: seen.bus.clone().filter(|_| model.bus != Bus::Board),
+            bus: seen
+                .bus()
+                .filter(|_| model.bus != Bus::Board)
+                .map(str::to_owned),
             place: place(model, seen),
             serves: None,
             properties: BTreeMap::new(),
         };
-        for (name, value) in words.iter().filter(|(name, _)| !LOCAL.contains(name)) {
-            match model.property(name) {
-                Some(kind) if kind.takes(&kind.normal(value)) => {
-                    device
-                        .properties
-                        .insert(name.to_owned(), kind.normal(value));
-                }
-                _ => self.refuse(
-                    format!(
-                        "device {called}: {}={} cannot be made again elsewhere",
-                        shown(name),
-                        shown(value)
-                    ),
-                    "start the guest without it",
+        let unfit = properties::of(model, words, seen, &mut device.properties);
+        for (name, value) in unfit {
+            self.refuse(
+                format!(
+                    "device {called}: {}={} cannot be made again elsewhere",
+                    shown(&name),
+                    shown(&value)
                 ),
-            }
-        }
-        if model.bus == Bus::Scsi {
-            for name in ["channel", "lun", "scsi-id"] {
-                if let Some(value) = seen.values.get(name).and_then(Value::as_u64) {
-                    device.properties.insert(name.to_owned(), value.to_string());
-                }
-            }
+                "start the guest without it",
+            );
         }
         match model.serves {
-            Serves::Disk | Serves::Medium => self.disk(line, words, model, seen, &mut device)?,
-            Serves::Nic => self.nic(line, words, seen, &mut device)?,
-            Serves::Channel => self.channel(words, &mut device),
+            Serves::Disk | Serves::Medium => self.disk(line, model, seen, &mut device)?,
+            Serves::Nic => self.nic(line, seen, &mut device)?,
+            Serves::Channel => self.channel(seen, &mut device),
             Serves::Nothing | Serves::Terminal => {}
         }
         Some(device)
@@ -215,42 +162,40 @@ impl Describing<'_> {
     fn disk(
         &mut self,
         line: &CommandLine,
-        words: &Words,
         model: &Model,
         seen: &Seen,
         device: &mut PlacedDevice,
     ) -> Option<()> {
-        if let Some(drive) = words.get("drive").and_then(|drive| line.drives.get(drive)) {
-            for name in ["werror", "rerror"] {
-                if let Some(value) = drive.get(name) {
-                    device
-                        .properties
-                        .entry(name.to_owned())
-                        .or_insert_with(|| value.to_owned());
-                }
-            }
-            if matches!(drive.get("cache"), Some("writethrough" | "directsync")) {
-                device
-                    .properties
-                    .entry("write-cache".to_owned())
-                    .or_insert_with(|| "off".to_owned());
+        let called = device.id.clone().unwrap_or_else(|| match seen.bus() {
+            Some(bus) => format!("without an id ({} on {bus})", seen.kind),
+            None => format!("without an id ({})", seen.kind),
+        });
+        let medium = self.medium(seen);
+        let inserted = medium.and_then(|medium| medium.inserted.clone());
+        let drive = medium.map(|medium| medium.drive.as_str());
+        let file = inserted.as_ref().map(|it| it.file.as_str());
+        let drive = drives::of(&line.drives, drive.unwrap_or_default(), file);
+        for (name, value) in drive.map(drives::properties).into_iter().flatten() {
+            let properties = &mut device.properties;
+            if model.property(name).is_some() && !properties.contains_key(name) {
+                properties.insert(name.to_owned(), value.to_owned());
             }
         }
-        let called = device.id.clone().unwrap_or_else(|| seen.kind.clone());
-        let inserted = self.inserted(device.id.as_deref(), &seen.path);
         let Some(inserted) = inserted else {
             if model.serves == Serves::Disk {
                 self.refuse(format!("disk {called} has no image"), RESTART);
             }
             return Some(());
         };
+        if inserted.limited {
+            self.refuse(
+                format!("disk {called}: the limits of its requests would be lost"),
+                "take the limits away before the move, and set them again at the destination",
+            );
+        }
         let image = self.names.image(&format!("disk {called}"), &inserted);
         let image = self.accept(image)?;
-        let name = device
-            .id
-            .clone()
-            .filter(|id| is_name(id, DISK_NAME_BYTES_MAX));
-        let name = name.unwrap_or_else(|| format!("disk{}", self.disks.len()));
+        let name = drives::name(device.id.as_deref(), model, seen.bus(), &self.disks);
         device.serves = Some(name.clone());
         self.disks.push(Disk {
             name,
@@ -261,53 +206,49 @@ impl Describing<'_> {
         Some(())
     }
 
-    fn inserted(&self, id: Option<&str>, path: &str) -> Option<Inserted> {
-        let backend = format!("{path}/virtio-backend");
-        let mut media = self.found.media.iter();
-        let medium = media.find(|medium| {
+    /// Returns the drive of a device, as QEMU lists it: by the device's id or path, or by that of a
+    /// part of it.
+    fn medium(&self, seen: &Seen) -> Option<&Medium> {
+        let parts = format!("{}/", seen.path);
+        let is_its = |medium: &&Medium| {
             let device = medium.device.as_str();
-            Some(device) == id || device == path || device == backend
-        });
+            device == seen.path
+                || device.starts_with(&parts)
+                || matches!(&seen.origin, Origin::Named(id) if id == device)
+        };
+        self.found.media.iter().find(is_its)
+    }
+
+    fn flash_image(&self, path: &str) -> Option<Inserted> {
+        let mut media = self.found.media.iter();
+        let medium = media.find(|medium| medium.device == path);
         medium.and_then(|medium| medium.inserted.clone())
     }
 
-    fn nic(
-        &mut self,
-        line: &CommandLine,
-        words: &Words,
-        seen: &Seen,
-        device: &mut PlacedDevice,
-    ) -> Option<()> {
+    fn nic(&mut self, line: &CommandLine, seen: &Seen, device: &mut PlacedDevice) -> Option<()> {
         let called = device.id.clone().unwrap_or_else(|| seen.kind.clone());
-        let cable = words.get("netdev");
-        let netdev = cable.map(|cable| line.netdevs.get(cable).cloned().unwrap_or_default());
-        let printed = cable.and_then(|cable| {
-            let start = format!("\\ {cable}: ");
-            let mut lines = self.found.networks.lines().map(str::trim);
-            lines.find_map(|line| line.strip_prefix(start.as_str()))
-        });
-        let network = self
-            .names
-            .network(&called, netdev.as_ref(), printed.unwrap_or_default());
-        let network = self.accept(network)?;
-        let mac = seen
-            .values
-            .get("mac")
-            .and_then(Value::as_str)
-            .unwrap_or_default();
+        let wiring = cards::wiring(
+            &called,
+            seen.text("netdev"),
+            &self.found.wires,
+            &line.netdevs,
+            self.names,
+        );
+        let (network, wiring) = self.accept(wiring)?;
+        wiring.write(&mut device.properties);
         device.serves = Some(self.nics.len().to_string());
         self.nics.push(Nic {
             network,
-            mac: mac.to_ascii_lowercase(),
+            mac: seen.text("mac").to_ascii_lowercase(),
         });
         Some(())
     }
 
-    fn channel(&mut self, words: &Words, device: &mut PlacedDevice) {
+    fn channel(&mut self, seen: &Seen, device: &mut PlacedDevice) {
         let number = self.channels.len();
-        let named = words
-            .get("name")
-            .or(words.get("id"))
+        let named = Some(seen.text("name")).filter(|name| !name.is_empty());
+        let named = named
+            .or(device.id.as_deref())
             .filter(|name| is_name(name, 40));
         let taken = |name: &str| self.channels.iter().any(|channel| channel.name == name);
         let name = named.filter(|name| !taken(name)).map(str::to_owned);
@@ -344,7 +285,11 @@ impl Describing<'_> {
             vga: vga.map(|(_, name)| (*name).to_owned()),
             serial_ports: count("isa-serial"),
             parallel_ports: count("isa-parallel"),
-            cd_drive: count("ide-cd") > 0,
+            cd_drive: self
+                .found
+                .devices
+                .iter()
+                .any(|seen| self.is_usual_cd_drive(seen)),
             floppy_drive: count("floppy") > 0,
             settings: line.settings.clone(),
             devices,
@@ -358,40 +303,27 @@ impl Describing<'_> {
     /// Refuses devices that come with the machine and cannot be requested again.
     fn onboard(&mut self) {
         let found = self.found;
-        let own = |kind: &str| {
-            matches!(
-                kind,
-                "ide-hd" | "qxl-vga" | "vmware-svga" | "virtio-net-pci"
-            ) || kind.starts_with("e1000")
-        };
+        let own = |kind: &str| matches!(kind, "qxl-vga" | "vmware-svga");
         for kind in found.onboard.iter().filter(|kind| own(kind)) {
             self.refuse(
                 format!("QEMU made a device by itself ({kind}), which has no place of its own"),
                 "start the guest with -nodefaults, and with `-device` for each device",
             );
         }
-        if found
-            .onboard
+        let floppies = found
+            .media
             .iter()
-            .filter(|kind| *kind == "ide-cd")
-            .count()
-            > 1
-        {
-            self.refuse(
-                "it has more than one CD drive that came with the machine".to_owned(),
-                "use `-device ide-cd`",
-            );
-        }
-        let media = found.media.iter();
-        let media = media.filter(|medium| medium.device.starts_with("/machine/unattached/"));
-        for inserted in media.filter_map(|medium| medium.inserted.as_ref()) {
-            self.refuse(
-                format!(
-                    "a drive of the machine holds {}, a file of this host",
-                    shown(&inserted.file)
-                ),
-                "eject it",
-            );
+            .filter(|medium| medium.drive.starts_with("floppy"));
+        for medium in floppies {
+            if let Some(inserted) = &medium.inserted {
+                self.refuse(
+                    format!(
+                        "the floppy drive holds {}, a file of this host",
+                        shown(&inserted.file)
+                    ),
+                    &format!("eject it: `eject {}` in QEMU's monitor", medium.drive),
+                );
+            }
         }
     }
 
@@ -448,8 +380,8 @@ impl Describing<'_> {
     }
 
     fn flash(&mut self) -> Option<Flash> {
-        let code = self.inserted(None, "/machine/system.flash0");
-        let variables = self.inserted(None, "/machine/system.flash1");
+        let code = self.flash_image("/machine/system.flash0");
+        let variables = self.flash_image("/machine/system.flash1");
         let code = match (code, &variables) {
             (None, None) => return None,
             (None, Some(_)) => {
@@ -498,6 +430,45 @@ impl Describing<'_> {
     }
 }
 
+/// Returns the devices in an order in which they can be made, with the words that made each: those of
+/// the board, those of the command line, those that were plugged in later. None precedes the device
+/// that its bus belongs to.
+fn ordered<'a>(found: &'a [Seen], line: &'a [Words]) -> Vec<(&'a Seen, Option<&'a Words>)> {
+    let with = |origin: &Origin| found.iter().find(|seen| seen.origin == *origin);
+    let is_board = |seen: &&Seen| matches!(seen.origin, Origin::Board(_));
+    let mut waiting: Vec<(&Seen, Option<&Words>)> = found
+        .iter()
+        .filter(is_board)
+        .map(|seen| (seen, None))
+        .collect();
+    let mut unnamed = 0..;
+    for words in line {
+        let origin = match words.get("id") {
+            Some(id) => Origin::Named(id.to_owned()),
+            None => Origin::Unnamed(unnamed.next().unwrap_or_default()),
+        };
+        // QEMU has further names for some models: `ahci` for ich9-ahci, `virtio-net`.
+        let driver = words.get("driver").unwrap_or_default();
+        let is_it = |seen: &&Seen| seen.kind.contains(driver) || driver.contains(&seen.kind);
+        waiting.extend(with(&origin).filter(is_it).map(|seen| (seen, Some(words))));
+    }
+    let known: BTreeSet<&Origin> = waiting.iter().map(|(seen, _)| &seen.origin).collect();
+    let others = found.iter().filter(|seen| !known.contains(&seen.origin));
+    let others: Vec<_> = others.map(|seen| (seen, None)).collect();
+    waiting.extend(others);
+    let mut ordered = Vec::with_capacity(waiting.len());
+    while !waiting.is_empty() {
+        let waits = |(seen, _): &(&Seen, Option<&Words>)| {
+            let bus = seen.bus_path.as_deref().unwrap_or_default();
+            let mut owners = waiting.iter().map(|(seen, _)| seen.path.as_str());
+            owners.any(|path| bus.strip_prefix(path).is_some_and(|it| it.starts_with('/')))
+        };
+        let next = waiting.iter().position(|it| !waits(it)).unwrap_or(0);
+        ordered.push(waiting.remove(next));
+    }
+    ordered
+}
+
 /// Returns where a device is on its bus.
 fn place(model: &Model, seen: &Seen) -> Option<String> {
     let value = |name: &str| seen.values.get(name);
@@ -533,7 +504,6 @@ fn unknown_model(kind: &str) -> (&'static str, &'static str) {
             "its other end is a connection to this host",
             UNPLUG,
         ),
-        ("usb-storage", "its model is not supported", UNPLUG),
         (
             "pc-dimm",
             "memory that is plugged in is not supported",

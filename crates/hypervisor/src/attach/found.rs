@@ -1,12 +1,18 @@
 //! Collects what a running QEMU reports of its guest, as far as a destination needs it.
 
-use crate::observe::{Blocker, children, examine, property};
+use super::cards::Wires;
+use crate::hardware::tables::{Bus, Model, Serves};
+use crate::observe::{Blocker, at_once, children, examine, list, property};
 use crate::process::ProcessId;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use futures_util::FutureExt;
 use longhaul_protocol::hardware::Topology;
 use longhaul_protocol::machine::Machine;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
+
+/// The maximum number of nodes of a disk.
+const NODES_MAX: usize = 16;
 
 /// All answers of QEMU.
 #[derive(Debug)]
@@ -19,25 +25,49 @@ pub(super) struct Found {
     pub(super) cpu: String,
     pub(super) memory_bytes: u64,
     pub(super) uuid: Option<String>,
-    /// Devices with an id, by id.
-    pub(super) named: BTreeMap<String, Seen>,
-    /// Devices without an id, in the order of their creation.
-    pub(super) unnamed: Vec<Seen>,
+    /// Devices with and without an id, and those of the board that can be made elsewhere.
+    pub(super) devices: Vec<Seen>,
     /// Kinds of the devices that come with the machine.
     pub(super) onboard: Vec<String>,
     pub(super) media: Vec<Medium>,
-    /// The output of `info network`.
-    pub(super) networks: String,
+    pub(super) wires: Wires,
+}
+
+/// Who made a device, in the order in which QEMU makes them.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Origin {
+    /// The machine, which numbers its devices.
+    Board(usize),
+    /// `-device` or `device_add` without an id, by number.
+    Unnamed(usize),
+    /// `-device` or `device_add`, with this id.
+    Named(String),
 }
 
 /// A device as QEMU shows it.
 #[derive(Debug, Clone)]
 pub(super) struct Seen {
+    pub(super) origin: Origin,
     pub(super) path: String,
     pub(super) kind: String,
-    pub(super) bus: Option<String>,
-    /// The properties that give its place, and a card's address.
-    pub(super) values: BTreeMap<&'static str, Value>,
+    /// The path of its bus, and the last part of it.
+    pub(super) bus_path: Option<String>,
+    /// The properties that give its place, and those that the tables know.
+    pub(super) values: BTreeMap<String, Value>,
+    /// The names of those properties that have another value than by default.
+    pub(super) changed: BTreeSet<String>,
+}
+
+impl Seen {
+    pub(super) fn bus(&self) -> Option<&str> {
+        let path = self.bus_path.as_deref()?;
+        path.rsplit('/').next()
+    }
+
+    pub(super) fn text(&self, name: &str) -> &str {
+        let value = self.values.get(name);
+        value.and_then(Value::as_str).unwrap_or_default()
+    }
 }
 
 /// The medium of a block device.
@@ -45,51 +75,66 @@ pub(super) struct Seen {
 pub(super) struct Medium {
     /// Path or id of the device.
     pub(super) device: String,
+    /// The name of its drive; empty for nodes of `-blockdev`.
+    pub(super) drive: String,
     pub(super) inserted: Option<Inserted>,
 }
 
 /// An image in use.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Inserted {
-    /// Driver of the upper node.
+    /// Driver of the node of its format.
     pub(super) format: String,
     /// Driver of the node that opens the file.
     pub(super) protocol: String,
     pub(super) file: String,
     pub(super) read_only: bool,
     pub(super) encrypted: bool,
+    /// Whether QEMU limits the guest's requests.
+    pub(super) limited: bool,
 }
 
-/// Properties that give a device's place, and a card's address.
-const PLACES: [&str; 8] = [
-    "addr", "channel", "lun", "mac", "nr", "port", "scsi-id", "unit",
+/// Properties that give a device's place, and what it is connected to.
+const PLACES: [&str; 10] = [
+    "addr", "channel", "drive", "lun", "mac", "netdev", "nr", "port", "scsi-id", "unit",
 ];
 
 /// Queries everything without changing anything.
 pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found, QmpError> {
-    let (examined, cpus, memory, uuid, named, unnamed, onboard, media, networks) = tokio::try_join!(
+    let (examined, cpus, memory, uuid, named, unnamed, onboard, media, networks, usernet) = tokio::try_join!(
         examine(qmp, process),
         cpus(qmp),
         qmp.query("query-memory-size-summary"),
         qmp.query("query-uuid"),
-        devices(qmp, "/machine/peripheral"),
-        devices(qmp, "/machine/peripheral-anon"),
+        children(qmp, "/machine/peripheral"),
+        children(qmp, "/machine/peripheral-anon"),
         children(qmp, "/machine/unattached"),
         media(qmp),
         qmp.hmp("info network", COMMAND_TIMEOUT),
+        qmp.hmp("info usernet", COMMAND_TIMEOUT),
     )?;
     let (machine, blockers) = examined;
     let (topology, absent_vcpus, cpu) = cpus;
     let uuid = uuid["UUID"].as_str().unwrap_or_default();
     let number = |name: &str| {
         let number = name.strip_prefix("device[")?.strip_suffix(']')?;
-        number.parse().ok()
+        number.parse::<usize>().ok()
     };
-    let mut unnamed: Vec<(usize, Seen)> = unnamed
-        .into_iter()
-        .map(|(name, seen)| (number(&name).unwrap_or(usize::MAX), seen))
-        .collect();
-    unnamed.sort_by_key(|(number, _)| *number);
+    let board = onboard.iter().filter(|(_, kind)| is_described(kind));
+    let board = board.map(|(name, kind)| {
+        let origin = Origin::Board(number(name).unwrap_or(usize::MAX));
+        (origin, format!("/machine/unattached/{name}"), kind.clone())
+    });
+    let unnamed = unnamed.into_iter().map(|(name, kind)| {
+        let origin = Origin::Unnamed(number(&name).unwrap_or(usize::MAX));
+        (origin, format!("/machine/peripheral-anon/{name}"), kind)
+    });
+    let named = named.into_iter().map(|(name, kind)| {
+        let path = format!("/machine/peripheral/{name}");
+        (Origin::Named(name), path, kind)
+    });
+    let mut devices = devices(qmp, board.chain(unnamed).chain(named).collect()).await?;
+    devices.sort_by(|one, other| one.origin.cmp(&other.origin));
     Ok(Found {
         machine,
         blockers,
@@ -101,42 +146,102 @@ pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found
             .chars()
             .any(|c| !matches!(c, '0' | '-'))
             .then(|| uuid.to_owned()),
-        named: named.into_iter().collect(),
-        unnamed: unnamed.into_iter().map(|(_, seen)| seen).collect(),
+        devices,
         onboard: onboard.into_iter().map(|(_, kind)| kind).collect(),
         media,
-        networks,
+        wires: Wires::read(&networks, &usernet),
     })
 }
 
-/// Returns the devices in a container of the machine.
-async fn devices(qmp: &Qmp, container: &str) -> Result<Vec<(String, Seen)>, QmpError> {
-    let mut devices = Vec::new();
-    for (name, kind) in children(qmp, container).await? {
-        let path = format!("{container}/{name}");
-        devices.push((name, seen(qmp, path, kind).await?));
-    }
-    Ok(devices)
-}
-
-async fn seen(qmp: &Qmp, path: String, kind: String) -> Result<Seen, QmpError> {
-    let bus = property(qmp, &path, "parent_bus").await?;
-    let bus = bus
-        .as_ref()
-        .and_then(Value::as_str)
-        .filter(|bus| !bus.is_empty());
-    let mut values = BTreeMap::new();
-    for name in PLACES {
-        if let Some(value) = property(qmp, &path, name).await? {
-            values.insert(name, value);
+/// Returns whether a device of the board can be made by a `-device` elsewhere.
+fn is_described(kind: &str) -> bool {
+    Model::of(kind).is_some_and(|model| match model.serves {
+        Serves::Disk | Serves::Medium | Serves::Nic => true,
+        Serves::Nothing | Serves::Channel | Serves::Terminal => {
+            // A hub is what QEMU adds by itself when ports run out.
+            model.bus == Bus::Usb && kind != "usb-hub"
         }
-    }
-    Ok(Seen {
-        bus: bus.map(|bus| bus.rsplit('/').next().unwrap_or(bus).to_owned()),
-        path,
-        kind,
-        values,
     })
+}
+
+/// Returns the properties of devices.
+async fn devices(qmp: &Qmp, found: Vec<(Origin, String, String)>) -> Result<Vec<Seen>, QmpError> {
+    let kinds: BTreeSet<String> = found.iter().map(|(_, _, kind)| kind.clone()).collect();
+    let kinds: Vec<String> = kinds.into_iter().collect();
+    let questions = kinds.iter().map(|kind| defaults(qmp, kind).boxed());
+    let defaults = at_once(questions.collect()).await?;
+    let defaults: BTreeMap<&String, BTreeMap<String, Value>> = kinds.iter().zip(defaults).collect();
+    let questions = found.iter().map(|(_, path, _)| names(qmp, path).boxed());
+    let names = at_once(questions.collect()).await?;
+    let mut questions = Vec::new();
+    for ((_, path, kind), names) in found.iter().zip(&names) {
+        let known = Model::of(kind).into_iter().flat_map(Model::properties);
+        let wanted: BTreeSet<&str> = known.chain(PLACES).chain(["parent_bus"]).collect();
+        let wanted = wanted.into_iter().filter(|name| names.contains(*name));
+        questions.extend(wanted.map(|name| {
+            let ask = async move { Ok((path, name, property(qmp, path, name).await?)) };
+            ask.boxed()
+        }));
+    }
+    let answers = at_once(questions).await?;
+    let seen = |(origin, path, kind): &(Origin, String, String)| {
+        let own = answers.iter().filter(|(of, _, _)| *of == path);
+        let mut values: BTreeMap<String, Value> = own
+            .filter_map(|(_, name, value)| Some(((*name).to_owned(), value.clone()?)))
+            .collect();
+        let bus = values.remove("parent_bus");
+        let bus = bus.as_ref().and_then(Value::as_str);
+        let model = Model::of(kind);
+        let is_changed = |name: &str| {
+            let value = values.get(name)?;
+            let same = match defaults.get(kind).and_then(|defaults| defaults.get(name)) {
+                Some(default) => value == default,
+                None => matches!(value.as_str(), Some("")) || *value == json!(-1),
+            };
+            (!same).then(|| name.to_owned())
+        };
+        let known = model.into_iter().flat_map(Model::properties);
+        Seen {
+            origin: origin.clone(),
+            path: path.clone(),
+            kind: kind.clone(),
+            bus_path: bus.filter(|bus| !bus.is_empty()).map(str::to_owned),
+            changed: known.filter_map(is_changed).collect(),
+            values,
+        }
+    };
+    Ok(found.iter().map(seen).collect())
+}
+
+/// Returns the names of an object's properties.
+async fn names(qmp: &Qmp, path: &str) -> Result<BTreeSet<String>, QmpError> {
+    let asked = qmp.execute("qom-list", json!({"path": path}), COMMAND_TIMEOUT);
+    let answer = match asked.await {
+        // It was unplugged meanwhile.
+        Err(QmpError::Refused { .. }) => return Ok(BTreeSet::new()),
+        answer => answer?,
+    };
+    let names = list(&answer, "qom-list")?;
+    let names = names.iter().filter_map(|it| it["name"].as_str());
+    Ok(names.map(str::to_owned).collect())
+}
+
+/// Returns the values of a model's properties by default, of those that have one.
+async fn defaults(qmp: &Qmp, kind: &str) -> Result<BTreeMap<String, Value>, QmpError> {
+    let command = "device-list-properties";
+    let asked = qmp.execute(command, json!({"typename": kind}), COMMAND_TIMEOUT);
+    let answer = match asked.await {
+        Err(QmpError::Refused { .. }) => return Ok(BTreeMap::new()),
+        answer => answer?,
+    };
+    let properties = list(&answer, command)?;
+    let property = |it: &Value| {
+        Some((
+            it["name"].as_str()?.to_owned(),
+            it.get("default-value")?.clone(),
+        ))
+    };
+    Ok(properties.iter().filter_map(property).collect())
 }
 
 /// Returns the arrangement of the vCPUs, how many are absent, and their model.
@@ -171,41 +276,121 @@ async fn cpus(qmp: &Qmp) -> Result<(Topology, usize, String), QmpError> {
     ))
 }
 
+/// QEMU's block nodes, as far as the images of disks need them.
+struct Nodes {
+    /// Driver and file of each node, by name.
+    about: BTreeMap<String, (String, String)>,
+    /// The node below each, by its name.
+    below: BTreeMap<String, String>,
+}
+
+impl Nodes {
+    fn read(nodes: &Value, graph: &Value) -> Self {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let all = nodes.as_array().into_iter().flatten();
+        let about = all.map(|node| {
+            let about = (text(&node["drv"]), text(&node["file"]));
+            (text(&node["node-name"]), about)
+        });
+        let names: BTreeMap<u64, String> = graph["nodes"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(|node| Some((node["id"].as_u64()?, text(&node["name"]))))
+            .collect();
+        let edges = graph["edges"].as_array().into_iter().flatten();
+        let below = edges
+            .filter(|edge| edge["name"] == "file")
+            .filter_map(|edge| {
+                let name = |id: &Value| names.get(&id.as_u64()?).cloned();
+                Some((name(&edge["parent"])?, name(&edge["child"])?))
+            });
+        Self {
+            about: about.collect(),
+            below: below.collect(),
+        }
+    }
+
+    /// Returns what is below a device, by its uppermost node.
+    fn inserted(&self, top: &str) -> Option<Inserted> {
+        let mut inserted = Inserted::default();
+        let mut name = top;
+        for _ in 0..NODES_MAX {
+            let (driver, file) = self.about.get(name)?;
+            match driver.as_str() {
+                "throttle" => inserted.limited = true,
+                driver if inserted.format.is_empty() => driver.clone_into(&mut inserted.format),
+                _ => {}
+            }
+            driver.clone_into(&mut inserted.protocol);
+            file.clone_into(&mut inserted.file);
+            match self.below.get(name) {
+                Some(below) => name = below,
+                None => return Some(inserted),
+            }
+        }
+        None
+    }
+}
+
 async fn media(qmp: &Qmp) -> Result<Vec<Medium>, QmpError> {
     let flat = json!({"flat": true});
-    let nodes = qmp
-        .execute("query-named-block-nodes", flat, COMMAND_TIMEOUT)
-        .await?;
-    let drives = qmp.query("query-block").await?;
-    let protocol = |file: &str| {
-        let nodes = nodes.as_array()?;
-        let formats = ["raw", "qcow2"];
-        let mut opening = nodes.iter().filter(|node| node["file"] == file);
-        opening.find_map(|node| {
-            node["drv"]
-                .as_str()
-                .filter(|driver| !formats.contains(driver))
-        })
-    };
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let medium = |drive: &Value| {
-        let device = drive["qdev"].as_str()?.to_owned();
-        let inserted = drive.get("inserted").map(|inserted| {
-            let file = text(&inserted["file"]);
-            Inserted {
-                format: text(&inserted["drv"]),
-                protocol: protocol(&file).unwrap_or_default().to_owned(),
-                read_only: inserted["ro"] == true,
-                encrypted: inserted["encrypted"] == true,
-                file,
-            }
-        });
-        Some(Medium { device, inserted })
-    };
+    let (nodes, graph, drives, throttled) = tokio::try_join!(
+        qmp.execute("query-named-block-nodes", flat, COMMAND_TIMEOUT),
+        qmp.query("x-debug-query-block-graph"),
+        qmp.query("query-block"),
+        throttles(qmp),
+    )?;
+    let nodes = Nodes::read(&nodes, &graph);
+    let drives = list(&drives, "query-block")?;
     Ok(drives
-        .as_array()
-        .into_iter()
-        .flatten()
-        .filter_map(medium)
+        .iter()
+        .filter_map(|drive| medium(drive, &nodes, throttled))
         .collect())
+}
+
+fn medium(drive: &Value, nodes: &Nodes, throttled: bool) -> Option<Medium> {
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let inserted = drive.get("inserted").map(|inserted| {
+        let top = inserted["node-name"].as_str().unwrap_or_default();
+        let found = nodes.inserted(top).unwrap_or_else(|| Inserted {
+            format: text(&inserted["drv"]),
+            file: text(&inserted["file"]),
+            ..Inserted::default()
+        });
+        let limits = ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"];
+        let is_limited = limits
+            .iter()
+            .any(|limit| inserted[*limit].as_u64().is_some_and(|limit| limit > 0));
+        Inserted {
+            read_only: inserted["ro"] == true,
+            encrypted: inserted["encrypted"] == true,
+            limited: is_limited || (found.limited && throttled),
+            ..found
+        }
+    });
+    Some(Medium {
+        device: drive["qdev"].as_str()?.to_owned(),
+        drive: text(&drive["device"]),
+        inserted,
+    })
+}
+
+/// Returns whether any group of throttled nodes has a limit.
+async fn throttles(qmp: &Qmp) -> Result<bool, QmpError> {
+    for (name, kind) in children(qmp, "/objects").await? {
+        if kind != "throttle-group" {
+            continue;
+        }
+        let limits = property(qmp, &format!("/objects/{name}"), "limits").await?;
+        let limits = limits.as_ref().and_then(Value::as_object);
+        let is_limit = |(name, value): (&String, &Value)| {
+            // The length of a burst limits nothing by itself.
+            !name.ends_with("-max-length") && value.as_u64().is_some_and(|value| value > 0)
+        };
+        if limits.is_some_and(|limits| limits.iter().any(is_limit)) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }

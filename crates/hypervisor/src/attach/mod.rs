@@ -9,10 +9,14 @@
 //! The destination launches the resulting description. A part that it cannot express is refused by
 //! name before anything is changed, and checked again before each move.
 
+mod cards;
 mod describe;
+mod drives;
 mod found;
 mod names;
 mod options;
+mod properties;
+mod readconfig;
 mod words;
 
 use crate::config::HostConfig;
@@ -289,14 +293,17 @@ pub async fn learn(
         what: "reading its command line",
         source,
     })?;
-    let line = CommandLine::read(words.get(1..).unwrap_or_default());
+    let names = Names { config, pid };
+    let open = |path: &str| readconfig::open(&names.seen_by_it(path));
+    let (words, refusals) = readconfig::expand(words.get(1..).unwrap_or_default(), open);
+    let mut line = CommandLine::read(&words);
+    line.refusals.extend(refusals);
     let process = ProcessId::of(pid).map_err(|source| AttachGuestError::Host {
         name: name.to_owned(),
         what: "looking at its process",
         source,
     })?;
     let found = found::look(qmp, process.as_ref()).await?;
-    let names = Names { config, pid };
     let (description, refusals) = describe::describe(name, line, &found, &names);
     Ok(Learned {
         description,

@@ -1,13 +1,16 @@
 //! Maps what a guest uses on this host to the names of the host's configuration.
 
+use super::cards;
 use super::found::Inserted;
 use super::options::shown;
-use super::words::Words;
 use crate::config::{HostConfig, ImageFormat, Network};
 use crate::observe::Blocker;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+
+/// The maximum number of open files of a process that are examined.
+const FILES_MAX: usize = 4096;
 
 /// This host's names for the resources of one process.
 pub(super) struct Names<'a> {
@@ -126,88 +129,62 @@ impl Names<'_> {
         })
     }
 
-    /// Returns the name of a card's network; `seen` is the line of `info network` about its
-    /// backend.
-    pub(super) fn network(
-        &self,
-        card: &str,
-        netdev: Option<&Words>,
-        seen: &str,
-    ) -> Result<String, Blocker> {
-        let Some(netdev) = netdev else {
-            return self
-                .network_like(|network| *network == Network::None)
-                .ok_or_else(|| {
-                    refuse(
-                        format!(
-                            "card {card} is not plugged in, and no network of the configuration \
-                         is `none`"
-                        ),
-                        "add to the configuration of both hosts:\n[networks]\nNAME = \
-                     \"none\""
-                            .to_owned(),
-                    )
-                });
-        };
-        match netdev.get("type").unwrap_or_default() {
-            "tap" | "bridge" => self.bridged(card, netdev, seen),
-            "user" if netdev.get("restrict") == Some("on") => {
-                let extra = netdev
-                    .iter()
-                    .find(|(key, _)| !matches!(*key, "type" | "id" | "restrict"));
-                if let Some((key, _)) = extra {
-                    return Err(refuse(
-                        format!(
-                            "card {card}: setting {} of its user network cannot be made again",
-                            shown(key)
-                        ),
-                        "start the guest without it, or with a card on a bridge".to_owned(),
-                    ));
-                }
-                self.network_like(|network| *network == Network::User)
-                    .ok_or_else(|| {
-                        refuse(
-                            format!(
-                                "card {card} is on QEMU's own network, and no network of the \
-                             configuration is `user`"
-                            ),
-                            "add to the configuration of both hosts:\n[networks]\nNAME = \
-                         \"user\""
-                                .to_owned(),
-                        )
-                    })
-            }
-            "user" => Err(refuse(
-                format!("card {card} reaches the world through this host (user network)"),
-                "start the guest with a card on a bridge, or with restrict=on".to_owned(),
-            )),
-            kind @ ("vhost-user" | "vhost-vdpa") => Err(refuse(
-                format!("card {card} is served by something of this host outside QEMU ({kind})"),
-                "start the guest with a card on a bridge".to_owned(),
-            )),
-            kind => Err(refuse(
+    /// Returns the name of a network without a link.
+    pub(super) fn unplugged(&self, card: &str) -> Result<String, Blocker> {
+        let like = self.network_like(|network| *network == Network::None);
+        like.ok_or_else(|| {
+            refuse(
                 format!(
-                    "card {card} is on a cable of the kind {}, which cannot be plugged in \
-                     elsewhere",
-                    shown(kind)
+                    "card {card} is not plugged in, and no network of the configuration is `none`"
                 ),
-                "start the guest with a card on a bridge".to_owned(),
-            )),
-        }
+                "add to the configuration of both hosts:\n[networks]\nNAME = \"none\"".to_owned(),
+            )
+        })
     }
 
-    fn bridged(&self, card: &str, netdev: &Words, seen: &str) -> Result<String, Blocker> {
-        if let Some(queues) = netdev.get("queues").filter(|queues| *queues != "1") {
-            return Err(refuse(
-                format!("card {card} has {} queues on its TAP device", shown(queues)),
-                "start the guest with one queue".to_owned(),
-            ));
+    /// Returns the name of a user network: one without a way out, or one that reaches what the
+    /// host reaches.
+    pub(super) fn user(&self, card: &str, restrict: bool) -> Result<String, Blocker> {
+        let (wanted, written) = match restrict {
+            true => (Network::User, "user"),
+            false => (Network::Nat, "nat"),
+        };
+        self.network_like(|network| *network == wanted)
+            .ok_or_else(|| {
+                let what = match restrict {
+                    true => "is on QEMU's own network",
+                    false => "reaches the world through this host (user network)",
+                };
+                refuse(
+                    format!(
+                        "card {card} {what}, and no network of the configuration is `{written}`"
+                    ),
+                    format!(
+                        "add to the configuration of both hosts:\n[networks]\nNAME = \"{written}\""
+                    ),
+                )
+            })
+    }
+
+    /// Returns the TAP device of a backend, by the settings that QEMU prints of it.
+    pub(super) fn interface(&self, info: &str) -> Option<String> {
+        if let Some(name) = cards::setting(info, "ifname") {
+            return Some(name.to_owned());
         }
-        let interface = seen
-            .split(',')
-            .find_map(|part| part.trim().strip_prefix("ifname="))
-            .or_else(|| netdev.get("ifname"));
-        let bridge = match (netdev.get("br"), interface) {
+        let fd: u32 = cards::setting(info, "fd")?.parse().ok()?;
+        let about = fs::read_to_string(format!("/proc/{}/fdinfo/{fd}", self.pid)).ok()?;
+        let name = about.lines().find_map(|line| line.strip_prefix("iff:"))?;
+        Some(name.trim().to_owned())
+    }
+
+    /// Returns the name of a bridge's network.
+    pub(super) fn bridged(
+        &self,
+        card: &str,
+        bridge: Option<&str>,
+        interface: Option<&str>,
+    ) -> Result<String, Blocker> {
+        let bridge = match (bridge, interface) {
             (Some(bridge), _) => Some(bridge.to_owned()),
             (None, Some(interface)) => master(interface),
             (None, None) => None,
@@ -255,19 +232,67 @@ impl Names<'_> {
     }
 
     /// Returns a path of that process, as this process can open it.
-    fn seen_by_it(&self, path: &str) -> PathBuf {
+    pub(super) fn seen_by_it(&self, path: &str) -> PathBuf {
         let process = PathBuf::from(format!("/proc/{}", self.pid));
-        match path.strip_prefix('/') {
-            Some(rest) => process.join("root").join(rest),
-            None => process.join("cwd").join(path),
+        let path = self.absolute(path);
+        match path.strip_prefix("/") {
+            Ok(rest) => process.join("root").join(rest),
+            Err(_) => process.join("root").join(path),
         }
     }
 
     /// Returns a path of that process, made absolute.
     fn absolute(&self, path: &str) -> PathBuf {
-        let folder = fs::read_link(format!("/proc/{}/cwd", self.pid)).unwrap_or_default();
-        folder.join(path)
+        if path.starts_with('/') {
+            return PathBuf::from(path);
+        }
+        let process = format!("/proc/{}", self.pid);
+        let folder = fs::read_link(format!("{process}/cwd")).unwrap_or_default();
+        let plain = folder.join(path);
+        if fs::exists(Path::new(&process).join("root").join(below(&plain))).unwrap_or(false) {
+            return plain;
+        }
+        // QEMU goes to `/` when it becomes a daemon, after it opened its files.
+        self.opened(path).unwrap_or(plain)
     }
+
+    /// Returns the absolute path of a file that QEMU opened by a relative one: of the file itself
+    /// if it is open, else of the same folder as the files that are.
+    fn opened(&self, path: &str) -> Option<PathBuf> {
+        let process = format!("/proc/{}", self.pid);
+        let mut links: Vec<PathBuf> = fs::read_dir(format!("{process}/fd"))
+            .ok()?
+            .take(FILES_MAX)
+            .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
+            .filter(|link| link.is_absolute())
+            .collect();
+        links.sort_unstable();
+        links.dedup();
+        let plain = path.strip_prefix("./").unwrap_or(path);
+        let mut named = links.iter().filter(|link| link.ends_with(plain));
+        if let Some(first) = named.next() {
+            return named.next().is_none().then(|| first.clone());
+        }
+        let there = |folder: &Path| {
+            let file = folder.join(plain);
+            let seen = Path::new(&process).join("root").join(below(&file));
+            seen.is_file().then_some(file)
+        };
+        let mut found: Vec<PathBuf> = links
+            .iter()
+            .filter_map(|link| there(link.parent()?))
+            .collect();
+        found.dedup();
+        match found.as_slice() {
+            [file] => Some(file.clone()),
+            _ => None,
+        }
+    }
+}
+
+/// Returns a path without its first slash.
+fn below(path: &Path) -> &Path {
+    path.strip_prefix("/").unwrap_or(path)
 }
 
 /// Returns the bridge that an interface is a port of.

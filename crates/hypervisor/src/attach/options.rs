@@ -1,6 +1,7 @@
 //! Interprets the options of QEMU's command line: what each means for a move, and which prevent
 //! one.
 
+use super::drives;
 use super::words::{WORDS_MAX, Words};
 use crate::description::is_cpu_setting;
 use crate::hardware::tables::{is_word, setting};
@@ -16,10 +17,10 @@ pub(super) struct CommandLine {
     pub(super) cpu: Option<String>,
     /// Devices in the order of their creation.
     pub(super) devices: Vec<Words>,
-    /// Drives by id.
-    pub(super) drives: BTreeMap<String, Words>,
-    /// Network backends by id.
-    pub(super) netdevs: BTreeMap<String, Words>,
+    /// Drives.
+    pub(super) drives: Vec<Words>,
+    /// Network backends, in the order of their creation.
+    pub(super) netdevs: Vec<Words>,
     /// Objects by id.
     pub(super) objects: BTreeMap<String, Words>,
     /// The memory backend object.
@@ -50,8 +51,6 @@ use Meaning::{Local, Machine, Never};
 const FILE_HERE: &str = "it is a file of this host, which the destination does not have";
 const NOT_YET: &str = "this is not supported for guests that something else started";
 const WITHOUT: &str = "start the guest without it";
-const AS_DEVICE: &str =
-    "start the guest with `-blockdev` or `-drive if=none`, and a `-device` for it";
 
 /// Every known option, whether a word follows it, and its meaning.
 const OPTIONS: &[(&str, bool, Meaning)] = &[
@@ -76,11 +75,7 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("bios", true, Machine),
     ("blockdev", true, Machine),
     ("boot", true, Machine),
-    (
-        "cdrom",
-        true,
-        Never("its medium is a file of this host", AS_DEVICE),
-    ),
+    ("cdrom", true, Local),
     ("chardev", true, Machine),
     ("cpu", true, Machine),
     ("d", true, Local),
@@ -89,16 +84,8 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("display", true, Local),
     ("drive", true, Machine),
     ("enable-kvm", false, Local),
-    (
-        "fda",
-        true,
-        Never("its medium is a file of this host", AS_DEVICE),
-    ),
-    (
-        "fdb",
-        true,
-        Never("its medium is a file of this host", AS_DEVICE),
-    ),
+    ("fda", true, Local),
+    ("fdb", true, Local),
     (
         "fsdev",
         true,
@@ -111,26 +98,10 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("fw_cfg", true, Never(NOT_YET, WITHOUT)),
     ("gdb", true, Local),
     ("global", true, Machine),
-    (
-        "hda",
-        true,
-        Never("it is a disk without a device of its own", AS_DEVICE),
-    ),
-    (
-        "hdb",
-        true,
-        Never("it is a disk without a device of its own", AS_DEVICE),
-    ),
-    (
-        "hdc",
-        true,
-        Never("it is a disk without a device of its own", AS_DEVICE),
-    ),
-    (
-        "hdd",
-        true,
-        Never("it is a disk without a device of its own", AS_DEVICE),
-    ),
+    ("hda", true, Local),
+    ("hdb", true, Local),
+    ("hdc", true, Local),
+    ("hdd", true, Local),
     ("icount", true, Never(NOT_YET, WITHOUT)),
     ("incoming", true, Local),
     ("initrd", true, Machine),
@@ -172,17 +143,14 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("pidfile", true, Local),
     ("qmp", true, Local),
     ("qmp-pretty", true, Local),
-    (
-        "readconfig",
-        true,
-        Never(FILE_HERE, "write its content as options"),
-    ),
+    // Its content stands in its place already.
+    ("readconfig", true, Local),
     ("rtc", true, Machine),
     ("run-with", true, Local),
     ("runas", true, Local),
     ("s", false, Local),
     ("sandbox", true, Local),
-    ("sd", true, Never(NOT_YET, WITHOUT)),
+    ("sd", true, Never("a PC has no drive for SD cards", WITHOUT)),
     ("serial", true, Machine),
     (
         "set",
@@ -210,14 +178,7 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ),
     ("trace", true, Local),
     ("usb", false, Machine),
-    (
-        "usbdevice",
-        true,
-        Never(
-            "it is a device without a place of its own",
-            "use `-device usb-tablet`",
-        ),
-    ),
+    ("usbdevice", true, Machine),
     ("uuid", true, Local),
     ("vga", true, Local),
     (
@@ -250,11 +211,8 @@ impl CommandLine {
         let mut words = words.iter().peekable();
         let mut late = Late::default();
         while let Some(word) = words.next() {
+            // A word by itself is a disk, which QEMU is asked for.
             let Some(name) = word.strip_prefix("--").or(word.strip_prefix('-')) else {
-                line.refuse(
-                    format!("`{word}` on its command line is a disk without a device"),
-                    AS_DEVICE,
-                );
                 continue;
             };
             let known = OPTIONS.iter().find(|(known, _, _)| *known == name);
@@ -321,14 +279,9 @@ impl CommandLine {
                 words.put("if", "pflash");
                 self.drive(words, late);
             }
-            "netdev" => self.netdev(value),
-            "nic" | "net" if value == "none" => {}
-            "nic" | "net" => self.refuse(
-                format!(
-                    "option -{name} of its command line makes a card without a place of its own"
-                ),
-                "use `-netdev` and `-device`",
-            ),
+            // QEMU is asked for the cards themselves.
+            "netdev" | "nic" | "net" => self.netdevs.push(Words::read(value, "type")),
+            "usbdevice" => self.usb_device(value),
             "chardev" => self.chardev(name, Words::read(value, "backend")),
             _ => self.chardev(
                 name,
@@ -477,6 +430,8 @@ impl CommandLine {
             "memory-backend-ram",
             "rng-builtin",
             "rng-random",
+            // QEMU is asked for its limits.
+            "throttle-group",
         ];
         // QEMU is asked whether the memory is encrypted.
         let asked = ["sev-guest", "sev-snp-guest", "tdx-guest"];
@@ -507,11 +462,13 @@ impl CommandLine {
         }
     }
 
-    fn netdev(&mut self, value: &str) {
-        let words = Words::read(value, "type");
-        self.descriptor("netdev", &words);
-        if let Some(id) = words.get("id") {
-            self.netdevs.insert(id.to_owned(), words.clone());
+    fn usb_device(&mut self, value: &str) {
+        self.setting("machine.usb", "on");
+        if !matches!(value, "keyboard" | "mouse" | "tablet") {
+            self.refuse(
+                format!("-usbdevice {} cannot be made again", shown(value)),
+                WITHOUT,
+            );
         }
     }
 
@@ -539,100 +496,20 @@ impl CommandLine {
     }
 
     fn blockdev(&mut self, value: &str) {
-        const LOCAL: [&str; 13] = [
-            "aio",
-            "auto-read-only",
-            "detect-zeroes",
-            "direct",
-            "discard",
-            "driver",
-            "filename",
-            "force-share",
-            "locking",
-            "no-flush",
-            "node-name",
-            "pass-discard-request",
-            "read-only",
-        ];
-        const DRIVERS: [&str; 4] = ["file", "host_device", "qcow2", "raw"];
         let words = Words::read(value, "driver");
         self.descriptor("blockdev", &words);
-        for (key, value) in words.iter() {
-            let last = key.rsplit('.').next().unwrap_or(key);
-            let fine = LOCAL.contains(&last) || matches!(last, "file" | "backing" | "cache");
-            if !fine {
-                self.refuse(
-                    format!("-blockdev setting {} is not known", shown(key)),
-                    WITHOUT,
-                );
-            } else if last == "driver" && !DRIVERS.contains(&value) {
-                self.refuse(
-                    format!("-blockdev driver {} cannot be moved", shown(value)),
-                    "give the guest a raw or qcow2 image, or a volume",
-                );
-            }
-        }
+        self.refusals.extend(drives::node(&words));
     }
 
-    fn drive(&mut self, mut words: Words, late: &mut Late) {
-        const LOCAL: [&str; 17] = [
-            "aio",
-            "cache",
-            "detect-zeroes",
-            "discard",
-            "file",
-            "file.driver",
-            "file.filename",
-            "file.locking",
-            "format",
-            "id",
-            "if",
-            "index",
-            "media",
-            "node-name",
-            "read-only",
-            "readonly",
-            "unit",
-        ];
+    fn drive(&mut self, words: Words, late: &mut Late) {
         self.descriptor("drive", &words);
-        for (key, value) in words.iter() {
-            match key {
-                "snapshot" if value == "off" => {}
-                "snapshot" => self.refuse(
-                    "option -drive snapshot=on: what the guest writes is in a hidden file of this \
-                     host"
-                        .to_owned(),
-                    WITHOUT,
-                ),
-                "werror" | "rerror" => {}
-                key if LOCAL.contains(&key) => {}
-                key => self.refuse(
-                    format!("-drive setting {} is not known", shown(key)),
-                    WITHOUT,
-                ),
-            }
+        self.refusals.extend(drives::drive(&words));
+        if words.get("if") == Some("virtio") {
+            let mut device = Words::default();
+            device.put("driver", "virtio-blk-pci");
+            late.drives.push(device);
         }
-        match words.take("if").as_deref() {
-            Some("none") => {
-                if let Some(id) = words.get("id") {
-                    self.drives.insert(id.to_owned(), words);
-                }
-            }
-            Some("virtio") => {
-                let id = format!("virtio drive {}", late.drives.len());
-                let mut device = Words::default();
-                device.put("driver", "virtio-blk-pci");
-                device.put("drive", &id);
-                self.drives.insert(id, words);
-                late.drives.push(device);
-            }
-            Some("pflash") => {}
-            _ => self.refuse(
-                "option -drive of its command line makes a disk without a device of its own"
-                    .to_owned(),
-                AS_DEVICE,
-            ),
-        }
+        self.drives.push(words);
     }
 }
 
@@ -643,10 +520,17 @@ struct Late {
     devices: Vec<Words>,
 }
 
-/// Returns the other manager of this guest, where the command line shows one.
+/// Returns the other manager of this guest, where the command line shows one: by the control socket
+/// that it made, or by its files beside that.
 fn manager(words: &[String]) -> Option<Blocker> {
-    let has = |part: &str| words.iter().any(|word| word.contains(part));
-    if has("/libvirt/") {
+    const CONTROL: [&str; 6] = ["chardev", "qmp", "monitor", "pidfile", "object", "vnc"];
+    let has = |part: &str| {
+        words.windows(2).any(|words| {
+            let option = words[0].trim_start_matches('-');
+            words[0].starts_with('-') && CONTROL.contains(&option) && words[1].contains(part)
+        })
+    };
+    if has("/libvirt/qemu/") {
         return Some(Blocker {
             text: "libvirt manages this guest: it holds QEMU's control socket, and would end or \
                    start the guest behind Longhaul's back"

@@ -1,7 +1,7 @@
 //! Builds the part of QEMU's command line that an exact machine description determines.
 
-use super::nic;
 use super::tables::{Bus, Model, Serves};
+use super::{nic, wiring};
 use crate::balloon::FREE_PAGE_HINT;
 use crate::command_line::{
     Line, ResolveError, Surroundings, Used, backend, disk_nodes, nodes, server,
@@ -198,7 +198,8 @@ fn device(
         }
         Serves::Nothing => {}
     }
-    for (name, value) in &placed.properties {
+    let own = placed.properties.iter();
+    for (name, value) in own.filter(|(name, _)| !name.starts_with(wiring::PREFIX)) {
         add(name, value);
         if name == FREE_PAGE_HINT && value == "on" {
             let id = format!("hints-{number}");

@@ -2,6 +2,7 @@
 
 mod line;
 pub(crate) mod tables;
+pub(crate) mod wiring;
 
 use crate::description::{DescriptionError, is_name};
 pub(crate) use line::{Around, arguments, machine_options, topology};
@@ -9,6 +10,7 @@ use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::hardware::{Hardware, PlacedDevice};
 use std::collections::BTreeSet;
 use tables::{Bus, Model, Serves, VGAS, is_word, setting};
+use wiring::Wiring;
 
 /// The maximum number of devices of a machine.
 pub(crate) const DEVICES_MAX: usize = 256;
@@ -91,7 +93,13 @@ fn devices(description: &GuestDescription, hardware: &Hardware) -> Result<(), De
             return refuse("devices.id", "is no name, or is there twice");
         }
         place(model, device)?;
+        if model.serves == Serves::Nic && Wiring::read(&device.properties).is_none() {
+            return refuse("devices.properties", "plugs a card into what cannot be");
+        }
         for (name, value) in &device.properties {
+            if model.serves == Serves::Nic && name.starts_with(wiring::PREFIX) {
+                continue;
+            }
             if !model.property(name).is_some_and(|kind| kind.takes(value)) {
                 return refuse(
                     "devices.properties",
@@ -174,6 +182,16 @@ fn serves(
         Some(found) => Ok(Some(found)),
         None => missing().map(|()| None),
     }
+}
+
+/// Returns what a network card is plugged into.
+pub(crate) fn wiring(description: &GuestDescription, index: usize) -> Wiring {
+    let devices = description.hardware.iter().flat_map(|it| &it.devices);
+    let card = devices
+        .filter(|device| Model::of(&device.model).is_some_and(|it| it.serves == Serves::Nic))
+        .find(|device| device.serves.as_deref() == Some(index.to_string().as_str()));
+    let wiring = card.and_then(|card| Wiring::read(&card.properties));
+    wiring.unwrap_or_default()
 }
 
 /// Returns the number of a network card.

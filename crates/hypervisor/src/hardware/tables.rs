@@ -212,6 +212,8 @@ const BRIDGE: &[(&str, Kind)] = &[
     ("pref64-reserve", Number),
     ("shpc", Switch),
     ("slot", Number),
+    ("x-speed", Word),
+    ("x-width", Word),
 ];
 const BOARD: &[(&str, Kind)] = &[
     ("guid", Word),
@@ -249,6 +251,12 @@ const MODELS: &[Model] = &[
         Serves::Nothing,
         &[PCI],
     ),
+    model(
+        &["usb-storage"],
+        Bus::Usb,
+        Serves::Disk,
+        &[BLOCK, &[("removable", Switch), ("usb_version", Number)]],
+    ),
     model(&["scsi-hd"], Bus::Scsi, Serves::Disk, &[BLOCK, SCSI]),
     model(&["scsi-cd"], Bus::Scsi, Serves::Medium, &[BLOCK, SCSI]),
     model(&["ide-hd"], Bus::Ide, Serves::Disk, &[BLOCK, IDE]),
@@ -264,7 +272,9 @@ const MODELS: &[Model] = &[
         &[PCI, VIRTIO, VIRTIO_NET],
     ),
     model(
-        &["e1000", "e1000e", "rtl8139", "igb"],
+        &[
+            "e1000", "e1000e", "igb", "ne2k_pci", "pcnet", "rtl8139", "vmxnet3",
+        ],
         Bus::Pci,
         Serves::Nic,
         &[PCI],
@@ -341,9 +351,14 @@ const MODELS: &[Model] = &[
             "nec-usb-xhci",
             "usb-ehci",
             "ich9-usb-ehci1",
+            "ich9-usb-ehci2",
             "ich9-usb-uhci1",
             "ich9-usb-uhci2",
             "ich9-usb-uhci3",
+            "ich9-usb-uhci4",
+            "ich9-usb-uhci5",
+            "ich9-usb-uhci6",
+            "pci-ohci",
             "piix3-usb-uhci",
             "piix4-usb-uhci",
         ],
@@ -358,7 +373,15 @@ const MODELS: &[Model] = &[
         &[&[("usb_version", Number)]],
     ),
     model(
-        &["ioh3420", "pci-bridge", "pcie-pci-bridge", "pcie-root-port"],
+        &[
+            "i82801b11-bridge",
+            "ioh3420",
+            "pci-bridge",
+            "pcie-pci-bridge",
+            "pcie-root-port",
+            "x3130-upstream",
+            "xio3130-downstream",
+        ],
         Bus::Pci,
         Serves::Nothing,
         &[PCI, BRIDGE],
@@ -470,6 +493,12 @@ impl Model {
     /// Returns a model by its name.
     pub(crate) fn of(name: &str) -> Option<&'static Self> {
         MODELS.iter().find(|model| model.names.contains(&name))
+    }
+
+    /// Returns the names of its properties.
+    pub(crate) fn properties(&self) -> impl Iterator<Item = &'static str> {
+        let all = self.properties.iter().copied().flatten();
+        all.map(|(name, _)| *name)
     }
 
     /// Returns the values that one of its properties takes.

@@ -7,6 +7,7 @@
 mod cpu;
 
 use crate::balloon::tells_free_pages;
+use crate::hardware::tables::{Model, Serves};
 use crate::memory::is_held_by_ack;
 use crate::process::ProcessId;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
@@ -14,7 +15,7 @@ use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
 use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::limits::DEVICES_MAX;
-use longhaul_protocol::machine::{Device, Machine, RamBlock};
+use longhaul_protocol::machine::{BOARD, Device, Machine, RamBlock, UNNAMED};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -145,13 +146,14 @@ async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
     let (networks, named, unnamed, buses, unattached) = tokio::try_join!(
         qmp.hmp("info network", COMMAND_TIMEOUT),
         peripherals(qmp, "peripheral", ""),
-        peripherals(qmp, "peripheral-anon", "unnamed "),
+        peripherals(qmp, "peripheral-anon", UNNAMED),
         ask(qmp, "query-pci", json!({})),
         children(qmp, "/machine/unattached"),
     )?;
     let mut devices = BTreeMap::new();
-    for (label, name, mut device) in named.into_iter().chain(unnamed) {
-        if device.kind.starts_with("virtio-net") && !has_offloads(&networks, &name) {
+    let board = board(qmp, &unattached).await?;
+    for (label, netdev, mut device) in named.into_iter().chain(unnamed).chain(board) {
+        if device.kind.starts_with("virtio-net") && !has_offloads(&networks, &netdev) {
             device.kind.push_str(" without offloads");
         }
         devices.insert(label, device);
@@ -184,7 +186,42 @@ async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
     Ok(devices)
 }
 
-/// Returns the devices in a container of the machine, by their names here and in QEMU.
+/// Returns the disks and cards that come with the machine. Another host can have them without: as
+/// devices at the same places.
+async fn board(
+    qmp: &Qmp,
+    unattached: &[(String, String)],
+) -> Result<Vec<(String, String, Device)>, QmpError> {
+    let is_one = |kind: &str| {
+        Model::of(kind).is_some_and(|it| matches!(it.serves, Serves::Disk | Serves::Nic))
+    };
+    let found = unattached.iter().filter(|(_, kind)| is_one(kind));
+    let questions = found.map(|(name, kind)| {
+        let ask = async move {
+            let path = format!("/machine/unattached/{name}");
+            let (address, netdev) =
+                tokio::try_join!(address(qmp, &path), netdev(qmp, &path, kind))?;
+            let label = format!("{BOARD}{name}");
+            let kind = kind.clone();
+            Ok((label, netdev, Device { kind, address }))
+        };
+        ask.boxed()
+    });
+    at_once(questions.collect()).await
+}
+
+/// Returns the name of a card's other end; empty where there is none.
+async fn netdev(qmp: &Qmp, path: &str, kind: &str) -> Result<String, QmpError> {
+    let netdev = match kind.starts_with("virtio-net") {
+        true => property(qmp, path, "netdev").await?,
+        false => None,
+    };
+    let netdev = netdev.as_ref().and_then(Value::as_str);
+    Ok(netdev.unwrap_or_default().to_owned())
+}
+
+/// Returns the devices in a container of the machine, by their names here, with the name of a
+/// card's other end.
 async fn peripherals(
     qmp: &Qmp,
     container: &str,
@@ -194,24 +231,23 @@ async fn peripherals(
     let path = path.as_str();
     let questions = children(qmp, path).await?.into_iter().map(|(name, kind)| {
         let ask = async move {
-            let address = address(qmp, &format!("{path}/{name}")).await?;
-            Ok((format!("{prefix}{name}"), name, Device { kind, address }))
+            let path = format!("{path}/{name}");
+            let (address, netdev) =
+                tokio::try_join!(address(qmp, &path), netdev(qmp, &path, &kind))?;
+            Ok((format!("{prefix}{name}"), netdev, Device { kind, address }))
         };
         ask.boxed()
     });
     at_once(questions.collect()).await
 }
 
-/// Returns whether a network card has a TAP backend, which offers offloads to the guest.
+/// Returns whether a network card's other end is a TAP device, which offers offloads to the guest.
 ///
 /// A guest that negotiated offloads with its card cannot go on with a card without them.
-fn has_offloads(networks: &str, name: &str) -> bool {
-    let card = format!("{name}: ");
-    let peer = networks
-        .lines()
-        .skip_while(|line| !line.starts_with(&card))
-        .nth(1);
-    peer.is_some_and(|peer| peer.starts_with(" \\ ") && peer.contains("type=tap"))
+fn has_offloads(networks: &str, other_end: &str) -> bool {
+    let start = format!(" \\ {other_end}: index=");
+    let mut lines = networks.lines();
+    lines.any(|line| line.starts_with(&start) && line.contains("type=tap"))
 }
 
 /// Returns the children of an object that are devices, with their types.
@@ -286,7 +322,7 @@ fn built_in(bus: &Value) -> Vec<(String, Device)> {
 
 /// Returns the answers to many queries, in their order. Boxed, so that the compiler sees at once
 /// that they may move between threads.
-async fn at_once<T: Send>(
+pub(crate) async fn at_once<T: Send>(
     questions: Vec<BoxFuture<'_, Result<T, QmpError>>>,
 ) -> Result<Vec<T>, QmpError> {
     let answers = stream::iter(questions).buffered(QUESTIONS_AT_ONCE);
@@ -438,7 +474,7 @@ pub(crate) async fn property(qmp: &Qmp, path: &str, name: &str) -> Result<Option
     }
 }
 
-fn list(value: &Value, command: &str) -> Result<Vec<Value>, QmpError> {
+pub(crate) fn list(value: &Value, command: &str) -> Result<Vec<Value>, QmpError> {
     match value.as_array() {
         Some(values) => Ok(values.clone()),
         None => Err(not_understood(command, "it is no list")),
@@ -521,8 +557,11 @@ mod tests {
                         nic1: index=0,type=nic,model=virtio-net-pci\r\n\
                         nic2: index=0,type=nic,model=virtio-net-pci\r\n\
                         \x20\\ net2: index=0,type=user,net=10.0.2.0,restrict=on\r\n";
-        let with = ["nic0", "nic1", "nic2", "nic3"].map(|name| has_offloads(networks, name));
+        let with = ["net0", "", "net2", "nic0"].map(|name| has_offloads(networks, name));
         assert_eq!(with, [true, false, false, false]);
+        let on_a_hub = "hub 0\r\n \\ hub0port1: #net150: index=0,type=tap,ifname=t5\r\n \\ \
+                        hub0port0: virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci\r\n";
+        assert!(!has_offloads(on_a_hub, "hub0port0"));
     }
 
     #[test]
