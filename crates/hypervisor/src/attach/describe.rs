@@ -1,24 +1,27 @@
 //! Derives a guest's description from its command line and the answers of its QEMU.
 
 use super::found::{Found, Inserted, Seen};
+use super::limits;
 use super::names::Names;
 use super::options::{CommandLine, shown};
 use super::words::Words;
 use crate::description::{self, is_name};
+use crate::hardware::more::is_cpu;
 use crate::hardware::tables::{Bus, Model, Serves, VGAS};
 use crate::observe::{Blocker, pci_place};
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
-use longhaul_protocol::hardware::{Flash, Hardware, MemoryBackend, PlacedDevice};
+use longhaul_protocol::hardware::{Flash, Hardware, PlacedDevice};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The maximum length of a disk's name.
 const DISK_NAME_BYTES_MAX: usize = 16;
 /// Properties of the host's side, which this host's tables answer.
-const LOCAL: [&str; 19] = [
+const LOCAL: [&str; 20] = [
     "account-failed",
     "account-invalid",
     "addr",
+    "audiodev",
     "bus",
     "channel",
     "chardev",
@@ -52,9 +55,11 @@ pub(super) fn describe(
         disks: Vec::new(),
         nics: Vec::new(),
         channels: Vec::new(),
+        settings: BTreeMap::new(),
     };
     describing.refusals.extend(found.blockers.iter().cloned());
-    let devices = describing.devices(&line);
+    let mut devices = describing.devices(&line);
+    describing.plugged(&mut devices);
     let hardware = describing.hardware(&line, devices);
     let description = GuestDescription {
         name: name.to_owned(),
@@ -81,17 +86,19 @@ pub(super) fn describe(
     (description, refusals)
 }
 
-struct Describing<'a> {
-    found: &'a Found,
-    names: &'a Names<'a>,
+pub(super) struct Describing<'a> {
+    pub(super) found: &'a Found,
+    pub(super) names: &'a Names<'a>,
     refusals: Vec<Blocker>,
     disks: Vec<Disk>,
     nics: Vec<Nic>,
     channels: Vec<Channel>,
+    /// Settings that come from devices.
+    settings: BTreeMap<String, String>,
 }
 
 impl Describing<'_> {
-    fn refuse(&mut self, text: String, hint: &str) {
+    pub(super) fn refuse(&mut self, text: String, hint: &str) {
         self.refusals.push(Blocker {
             text,
             hint: hint.to_owned(),
@@ -138,6 +145,10 @@ impl Describing<'_> {
             .chain(unnamed.map(|seen| ("without an id", seen)))
             .collect();
         for (id, seen) in plugged {
+            if seen.kind == "pc-dimm" || is_cpu(&seen.kind) {
+                placed.extend(self.device(line, &Words::default(), Some(id), seen));
+                continue;
+            }
             self.refuse(
                 format!(
                     "device {} ({}) was plugged in while the guest ran",
@@ -207,7 +218,7 @@ impl Describing<'_> {
             Serves::Disk | Serves::Medium => self.disk(line, words, model, seen, &mut device)?,
             Serves::Nic => self.nic(line, words, seen, &mut device)?,
             Serves::Channel => self.channel(words, &mut device),
-            Serves::Nothing | Serves::Terminal => {}
+            Serves::Nothing | Serves::Terminal | Serves::Sound => {}
         }
         Some(device)
     }
@@ -252,6 +263,8 @@ impl Describing<'_> {
             .filter(|id| is_name(id, DISK_NAME_BYTES_MAX));
         let name = name.unwrap_or_else(|| format!("disk{}", self.disks.len()));
         device.serves = Some(name.clone());
+        let limits = limits::of(&self.found.limits, device.id.as_deref(), &seen.path, &name);
+        self.settings.extend(limits);
         self.disks.push(Disk {
             name,
             shared: !self.names.is_local(&image),
@@ -317,12 +330,11 @@ impl Describing<'_> {
     }
 
     fn hardware(&mut self, line: &CommandLine, devices: Vec<PlacedDevice>) -> Hardware {
-        if self.found.absent_vcpus > 0 {
-            self.refuse(
-                "vCPUs that can be plugged in are not supported".to_owned(),
-                "start the guest without maxcpus",
-            );
-        }
+        let mut settings = line.settings.clone();
+        settings.append(&mut self.settings);
+        self.spare(&mut settings);
+        self.firmware_files(line, &mut settings);
+        let memory = self.memory(line, &mut settings);
         if self.found.memory_bytes & ((1 << 20) - 1) != 0 {
             self.refuse("its memory is no whole number of MiB".to_owned(), RESTART);
         }
@@ -339,17 +351,16 @@ impl Describing<'_> {
         let mut hardware = Hardware {
             uuid: self.found.uuid.clone(),
             topology: self.found.topology,
-            memory: None,
+            memory,
             flash: None,
             vga: vga.map(|(_, name)| (*name).to_owned()),
             serial_ports: count("isa-serial"),
             parallel_ports: count("isa-parallel"),
             cd_drive: count("ide-cd") > 0,
             floppy_drive: count("floppy") > 0,
-            settings: line.settings.clone(),
+            settings,
             devices,
         };
-        hardware.memory = self.memory(line);
         hardware.flash = self.flash();
         self.onboard();
         hardware
@@ -358,12 +369,8 @@ impl Describing<'_> {
     /// Refuses devices that come with the machine and cannot be requested again.
     fn onboard(&mut self) {
         let found = self.found;
-        let own = |kind: &str| {
-            matches!(
-                kind,
-                "ide-hd" | "qxl-vga" | "vmware-svga" | "virtio-net-pci"
-            ) || kind.starts_with("e1000")
-        };
+        let own =
+            |kind: &str| matches!(kind, "ide-hd" | "virtio-net-pci") || kind.starts_with("e1000");
         for kind in found.onboard.iter().filter(|kind| own(kind)) {
             self.refuse(
                 format!("QEMU made a device by itself ({kind}), which has no place of its own"),
@@ -393,58 +400,6 @@ impl Describing<'_> {
                 "eject it",
             );
         }
-    }
-
-    fn memory(&mut self, line: &CommandLine) -> Option<MemoryBackend> {
-        const LOCAL: [&str; 11] = [
-            "dump",
-            "host-nodes",
-            "id",
-            "merge",
-            "policy",
-            "prealloc",
-            "prealloc-threads",
-            "qom-type",
-            "reserve",
-            "seal",
-            "size",
-        ];
-        let id = line.memory_backend.as_ref()?;
-        let Some(words) = line.objects.get(id) else {
-            self.refuse(
-                format!("memory object {} is not on its command line", shown(id)),
-                RESTART,
-            );
-            return None;
-        };
-        let memfd = words.get("qom-type") == Some("memory-backend-memfd");
-        let is_on = |key: &str, default: bool| {
-            words
-                .get(key)
-                .map_or(default, |value| matches!(value, "on" | "yes" | "true"))
-        };
-        for (key, _) in words.iter() {
-            if !LOCAL.contains(&key) && !matches!(key, "share" | "hugetlb" | "hugetlbsize") {
-                self.refuse(
-                    format!("memory setting {} cannot be made again", shown(key)),
-                    "start the guest without it",
-                );
-            }
-        }
-        let page_bytes = self
-            .found
-            .machine
-            .ram_blocks
-            .get(id)
-            .map(|block| block.page_bytes);
-        Some(MemoryBackend {
-            id: id.clone(),
-            memfd,
-            share: is_on("share", memfd),
-            huge_page_mib: page_bytes
-                .filter(|_| is_on("hugetlb", false))
-                .and_then(|bytes| u32::try_from(bytes >> 20).ok()),
-        })
     }
 
     fn flash(&mut self) -> Option<Flash> {
@@ -514,7 +469,7 @@ fn place(model: &Model, seen: &Seen) -> Option<String> {
             .and_then(Value::as_str)
             .filter(|port| !port.is_empty())
             .map(str::to_owned),
-        Bus::Scsi | Bus::Board => None,
+        Bus::Scsi | Bus::Other | Bus::Board => None,
     }
 }
 
@@ -528,26 +483,11 @@ fn unknown_model(kind: &str) -> (&'static str, &'static str) {
             RESTART,
         ),
         ("usb-host", "it is a piece of this host's hardware", UNPLUG),
-        (
-            "usb-redir",
-            "its other end is a connection to this host",
-            UNPLUG,
-        ),
         ("usb-storage", "its model is not supported", UNPLUG),
-        (
-            "pc-dimm",
-            "memory that is plugged in is not supported",
-            UNPLUG,
-        ),
         (
             "nvme",
             "QEMU cannot move its state",
             "use virtio-blk-pci or virtio-scsi-pci",
-        ),
-        (
-            "qxl",
-            "displays for SPICE are not supported",
-            "use VGA or virtio-vga",
         ),
     ] {
         if kind.starts_with(prefix) {

@@ -1,5 +1,7 @@
 //! Collects what a running QEMU reports of its guest, as far as a destination needs it.
 
+use super::limits::{self, Limits};
+use super::memory::{self, Memory};
 use crate::observe::{Blocker, children, examine, property};
 use crate::process::ProcessId;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
@@ -28,6 +30,8 @@ pub(super) struct Found {
     pub(super) media: Vec<Medium>,
     /// The output of `info network`.
     pub(super) networks: String,
+    pub(super) memory: Memory,
+    pub(super) limits: Limits,
 }
 
 /// A device as QEMU shows it.
@@ -67,6 +71,7 @@ const PLACES: [&str; 8] = [
 
 /// Queries everything without changing anything.
 pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found, QmpError> {
+    let (objects, limits) = tokio::try_join!(memory::look(qmp), limits::look(qmp))?;
     let (examined, cpus, memory, uuid, named, unnamed, onboard, media, networks) = tokio::try_join!(
         examine(qmp, process),
         cpus(qmp),
@@ -106,6 +111,8 @@ pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found
         onboard: onboard.into_iter().map(|(_, kind)| kind).collect(),
         media,
         networks,
+        memory: objects,
+        limits,
     })
 }
 

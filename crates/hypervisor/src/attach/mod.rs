@@ -9,8 +9,12 @@
 //! The destination launches the resulting description. A part that it cannot express is refused by
 //! name before anything is changed, and checked again before each move.
 
+mod contents;
 mod describe;
 mod found;
+mod limits;
+mod memory;
+mod more_options;
 mod names;
 mod options;
 mod words;

@@ -255,7 +255,7 @@ impl Names<'_> {
     }
 
     /// Returns a path of that process, as this process can open it.
-    fn seen_by_it(&self, path: &str) -> PathBuf {
+    pub(super) fn seen_by_it(&self, path: &str) -> PathBuf {
         let process = PathBuf::from(format!("/proc/{}", self.pid));
         match path.strip_prefix('/') {
             Some(rest) => process.join("root").join(rest),
