@@ -3,8 +3,8 @@
 use crate::config::{AcceleratorChoice, HostConfig, Network};
 use crate::description;
 use crate::guest::{Found, find_all};
-use crate::hardware;
 use crate::hardware::wiring::Forward;
+use crate::hardware::{self, tables};
 use crate::probe::{self, ProbeError};
 use crate::tested;
 use longhaul_protocol::files;
@@ -68,6 +68,8 @@ pub struct Emulator {
     pub machine_types: BTreeMap<String, MachineType>,
     /// The CPU models that it knows, by name, with the features of each that it cannot provide.
     pub cpu_models: BTreeMap<String, Vec<String>>,
+    /// The device models of guests that it does not have: some are in modules of their own.
+    pub absent_models: BTreeSet<String>,
 }
 
 /// A machine type that an emulator can build.
@@ -350,6 +352,7 @@ pub fn can_run(
     let emulator = question.machine_type(&mut checks);
     if let Some(emulator) = emulator {
         question.cpu(emulator, &mut checks);
+        question.devices(emulator, &mut checks);
     }
     question.accelerator(&mut checks);
     question.memory(&mut checks);
@@ -516,6 +519,38 @@ impl<'a> Question<'a> {
                 ),
                 hint: None,
             });
+        }
+    }
+
+    fn devices(&self, emulator: &Emulator, checks: &mut Vec<Check>) {
+        let Some(hardware) = &self.guest.hardware else {
+            return;
+        };
+        let models = hardware.devices.iter().map(|device| device.model.as_str());
+        let screen = tables::VGAS.iter();
+        let screen = screen.filter(|(_, name)| hardware.vga.as_deref() == Some(*name));
+        let models = models.chain(screen.map(|(model, _)| *model));
+        let absent: BTreeSet<&str> = models
+            .filter(|model| emulator.absent_models.contains(*model))
+            .collect();
+        for model in absent {
+            let hint = match model {
+                "qxl" | "qxl-vga" => format!(
+                    "install QEMU's modules for SPICE on {} (Debian: qemu-system-modules-spice)",
+                    self.host
+                ),
+                _ => format!(
+                    "install the module of QEMU that has {model} on {}",
+                    self.host
+                ),
+            };
+            checks.push(self.refuse(
+                format!(
+                    "its QEMU {} does not have the device {model}",
+                    emulator.version
+                ),
+                hint,
+            ));
         }
     }
 

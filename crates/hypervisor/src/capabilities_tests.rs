@@ -18,6 +18,7 @@ fn emulator(version: &str, machine_types: &[&str]) -> Emulator {
             .into_iter()
             .map(|(name, missing)| (name.to_owned(), missing))
             .collect(),
+        absent_models: BTreeSet::from(["qxl-vga".to_owned()]),
     }
 }
 
@@ -330,4 +331,42 @@ fn the_preferred_emulator_is_taken_where_it_can() {
     assert_eq!(host.emulator_for("pc-q35-7.2"), Some("7.2"));
     assert_eq!(host.emulator_for("pc-q35-9.2"), Some("10.0.2"));
     assert_eq!(host.emulator_for("pc-q35-11.0"), None);
+}
+
+#[test]
+fn a_device_whose_module_is_not_installed_is_named() {
+    use longhaul_protocol::hardware::{Hardware, PlacedDevice, Topology};
+    let topology = Topology {
+        sockets: 1,
+        dies: 1,
+        cores: 2,
+        threads: 1,
+    };
+    let of = |vga: Option<&str>, model: &str| Hardware {
+        topology,
+        vga: vga.map(str::to_owned),
+        devices: vec![PlacedDevice {
+            model: model.to_owned(),
+            ..PlacedDevice::default()
+        }],
+        ..Hardware::default()
+    };
+    for (hardware, expected) in [
+        (of(None, "VGA"), 0),
+        (of(None, "qxl-vga"), 1),
+        (of(Some("qxl"), "VGA"), 1),
+    ] {
+        let found = refusals(|guest, _, _| {
+            (guest.disks, guest.nics, guest.channels) = Default::default();
+            guest.hardware = Some(hardware);
+        });
+        assert_eq!(found.len(), expected, "{found:?}");
+        for (text, hint) in found {
+            assert!(text.contains("does not have the device qxl-vga"), "{text}");
+            assert!(
+                hint.contains("qemu-system-modules-spice on paris-2"),
+                "{hint}"
+            );
+        }
+    }
 }

@@ -182,6 +182,11 @@ impl Line {
         self.0.push(flag.to_owned());
     }
 
+    #[cfg(test)]
+    pub(crate) fn words(&self) -> &[String] {
+        &self.0
+    }
+
     pub(crate) fn option(&mut self, option: &str, value: impl Into<String>) {
         self.0.push(option.to_owned());
         self.0.push(value.into());
@@ -218,7 +223,8 @@ fn machine(line: &mut Line, description: &GuestDescription, around: &Surrounding
             None => format!("cpus={cpus},sockets=1,cores={cpus},threads=1"),
         },
     );
-    line.option("-m", format!("size={}M", description.memory_mib));
+    let memory = hardware.map(hardware::memory_options).unwrap_or_default();
+    line.option("-m", format!("size={}M{memory}", description.memory_mib));
     line.option("-chardev", server("qmp", &folder.qmp()));
     line.option("-mon", "chardev=qmp,mode=control");
     // The guest runs only once this QEMU is in the record.
@@ -298,7 +304,7 @@ pub(crate) fn disk_nodes(
 ) -> Result<String, ResolveError> {
     let name = &disk.name;
     let image = image_called(around.config, &disk.image)?;
-    let (file, format) = (format!("file-{name}"), format!("disk-{name}"));
+    let (file, format) = (format!("file-{name}"), format_node(name));
     let base = around.bases.get(name).map(|base| {
         let (nodes, base) = base::nodes(name, base);
         let nodes = nodes.iter().map(ToString::to_string);
@@ -312,6 +318,11 @@ pub(crate) fn disk_nodes(
     };
     nodes(line, &file, &format, image, &used);
     Ok(format)
+}
+
+/// Returns the name of the upper node of a disk.
+pub(crate) fn format_node(disk: &str) -> String {
+    format!("disk-{disk}")
 }
 
 /// The use of an image.

@@ -21,7 +21,7 @@ pub const NICS_MAX: usize = 8;
 /// The maximum number of channels of a guest.
 pub const CHANNELS_MAX: usize = 16;
 /// The maximum number of features added to or removed from a CPU model.
-pub const CPU_FEATURES_MAX: usize = 64;
+pub const CPU_FEATURES_MAX: usize = 256;
 /// The maximum length of a kernel command line, in bytes (x86 Linux reads no more).
 pub const COMMAND_LINE_BYTES_MAX: usize = 2047;
 
@@ -29,15 +29,28 @@ pub const COMMAND_LINE_BYTES_MAX: usize = 2047;
 const MACHINE_VERSION_BYTES_MAX: usize = 32;
 
 /// Numeric CPU properties that a description may set.
-const CPU_NUMBERS: [&str; 8] = [
+const CPU_NUMBERS: [&str; 21] = [
     "family",
+    "guest-phys-bits",
+    "host-phys-bits-limit",
     "hv-spinlocks",
+    "hv-version-id-build",
+    "hv-version-id-major",
+    "hv-version-id-minor",
+    "hv-version-id-sbranch",
+    "hv-version-id-snumber",
+    "hv-version-id-spack",
     "level",
+    "min-level",
+    "min-xlevel",
+    "min-xlevel2",
     "model",
     "phys-bits",
     "stepping",
     "tsc-frequency",
+    "ucode-rev",
     "xlevel",
+    "xlevel2",
 ];
 
 /// Why no host would launch a description.
@@ -177,12 +190,26 @@ pub(crate) fn is_cpu_setting(text: &str) -> bool {
     text.split_once('=')
         .is_some_and(|(name, value)| match value {
             "on" | "off" => is_name(name, 64),
+            value if is_cpu_text(name, value) => true,
             value => {
                 CPU_NUMBERS.contains(&name)
                     && (1..=12).contains(&value.len())
                     && value.bytes().all(|byte| byte.is_ascii_alphanumeric())
             }
         })
+}
+
+/// Returns whether this is a property of a CPU that is a text, and its value.
+pub(crate) fn is_cpu_text(name: &str, value: &str) -> bool {
+    let printable = value.chars().all(|c| c.is_ascii_graphic() || c == ' ') && !value.contains(',');
+    let length = match name {
+        // QEMU takes no other length.
+        "vendor" => 12..=12,
+        "hv-vendor-id" => 1..=12,
+        "model-id" => 1..=48,
+        _ => return false,
+    };
+    length.contains(&value.len()) && printable
 }
 
 fn command_line(text: &str) -> Result<(), DescriptionError> {

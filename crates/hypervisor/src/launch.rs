@@ -9,21 +9,25 @@
 //! finds.
 
 use crate::capabilities::Accelerator;
-use crate::command_line::{Plug, ResolveError, Surroundings, arguments, plugs};
+use crate::command_line::{Plug, ResolveError, Surroundings, arguments, format_node, plugs};
 use crate::config::{HostConfig, RunsAsRoot};
 use crate::description::{self, DescriptionError};
 use crate::disk::base::Base;
 use crate::folder::{GuestFolder, PathTooLong, Record};
 use crate::guest::{RecordedGuest, StopError, account, scope_name, unique};
-use crate::process::{Process, ProcessId};
+use crate::hardware::{self, families};
+use crate::process::{Account, Process, ProcessId};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::scope::{Program, Scope, ScopeLimits, start};
 use crate::tap;
 use longhaul_protocol::guest::GuestDescription;
-use serde_json::json;
+use nix::unistd::fchown;
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io;
-use std::path::PathBuf;
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
@@ -219,6 +223,13 @@ impl Launch<'_> {
             .write_description(self.description)
             .and_then(|()| guest.write_record())
             .map_err(self.host("writing its record"))?;
+        if let Some(hardware) = &self.description.hardware {
+            let run = guest.folder().run();
+            for (path, bytes) in families::contents(hardware, &run) {
+                write_for(&path, &bytes, program.account)
+                    .map_err(self.host("writing the content of its files"))?;
+            }
+        }
         for (tap, plug) in wires {
             tap::create(tap, &plug, program.account)
                 .await
@@ -246,12 +257,35 @@ impl Launch<'_> {
         };
         let process = process.ok_or_else(|| self.ended(guest))?;
         let qmp = self.connect(guest, &process).await?;
+        self.limit_disks(&qmp).await?;
         if self.role == Role::Fresh {
             qmp.execute("cont", json!({}), COMMAND_TIMEOUT)
                 .await
                 .map_err(self.qmp())?;
         }
         Ok(qmp)
+    }
+
+    /// Sets the limits on the requests of disks, as they were where the description comes from.
+    async fn limit_disks(&self, qmp: &Qmp) -> Result<(), LaunchError> {
+        let hardware = self.description.hardware.as_ref();
+        let limits = hardware.map(hardware::limits).unwrap_or_default();
+        if limits.is_empty() {
+            return Ok(());
+        }
+        let drives = qmp.query("query-block").await.map_err(self.qmp())?;
+        let drives = drives.as_array().map(Vec::as_slice).unwrap_or_default();
+        for (disk, mut limits) in limits {
+            let node = format_node(disk);
+            let mut drives = drives.iter();
+            let drive = drives.find(|drive| drive["inserted"]["node-name"] == node.as_str());
+            let device = drive.map_or(Value::Null, |drive| drive["qdev"].clone());
+            limits.insert("id".to_owned(), device);
+            qmp.execute("block_set_io_throttle", limits.into(), COMMAND_TIMEOUT)
+                .await
+                .map_err(self.qmp())?;
+        }
+        Ok(())
     }
 
     /// Connects as soon as QEMU listens.
@@ -302,4 +336,19 @@ impl Launch<'_> {
             log: guest.folder().log_tail(),
         }
     }
+}
+
+/// Writes a file that only this process and QEMU's user may read.
+fn write_for(path: &Path, bytes: &[u8], account: Option<&Account>) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    let mut file = options
+        .create_new(true)
+        .write(true)
+        .mode(0o400)
+        .open(path)?;
+    file.write_all(bytes)?;
+    if let Some(account) = account {
+        fchown(&file, Some(account.uid), Some(account.gid))?;
+    }
+    Ok(())
 }

@@ -4,8 +4,10 @@
 //! forever.
 
 use crate::capabilities::{Accelerator, Emulator, MachineType};
+use crate::hardware::tables::models_of_guests;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -112,6 +114,20 @@ fn short_lived(path: &Path) -> Command {
 async fn ask(qmp: &Qmp) -> Result<Emulator, QmpError> {
     let machines = list(qmp, "query-machines").await?;
     let models = list(qmp, "query-cpu-definitions").await?;
+    let mut absent_models = BTreeSet::new();
+    for model in models_of_guests() {
+        let question = json!({"typename": model});
+        match qmp
+            .execute("device-list-properties", question, COMMAND_TIMEOUT)
+            .await
+        {
+            Ok(_) => {}
+            Err(QmpError::Refused { .. }) => {
+                absent_models.insert(model.to_owned());
+            }
+            Err(error) => return Err(error),
+        }
+    }
     let text = |value: &Value, name: &str| value[name].as_str().map(str::to_owned);
     Ok(Emulator {
         version: qmp.version().to_string(),
@@ -131,6 +147,7 @@ async fn ask(qmp: &Qmp) -> Result<Emulator, QmpError> {
                 Some((text(model, "name")?, missing.map(str::to_owned).collect()))
             })
             .collect(),
+        absent_models,
     })
 }
 

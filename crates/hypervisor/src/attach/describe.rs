@@ -4,12 +4,12 @@ use super::found::{Found, Inserted, Medium, Origin, Seen};
 use super::names::Names;
 use super::options::{CommandLine, shown};
 use super::words::Words;
-use super::{cards, drives, properties};
+use super::{cards, drives, limits, properties};
 use crate::description::{self, Chipset, is_name};
 use crate::hardware::tables::{Bus, Model, Serves, VGAS};
 use crate::observe::{Blocker, pci_place};
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
-use longhaul_protocol::hardware::{Flash, Hardware, MemoryBackend, PlacedDevice};
+use longhaul_protocol::hardware::{Flash, Hardware, PlacedDevice};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -29,9 +29,11 @@ pub(super) fn describe(
         disks: Vec::new(),
         nics: Vec::new(),
         channels: Vec::new(),
+        settings: BTreeMap::new(),
     };
     describing.refusals.extend(found.blockers.iter().cloned());
-    let devices = describing.devices(&line);
+    let mut devices = describing.devices(&line);
+    describing.plugged(&mut devices);
     let hardware = describing.hardware(&line, devices);
     let description = GuestDescription {
         name: name.to_owned(),
@@ -58,17 +60,19 @@ pub(super) fn describe(
     (description, refusals)
 }
 
-struct Describing<'a> {
-    found: &'a Found,
-    names: &'a Names<'a>,
+pub(super) struct Describing<'a> {
+    pub(super) found: &'a Found,
+    pub(super) names: &'a Names<'a>,
     refusals: Vec<Blocker>,
     disks: Vec<Disk>,
     nics: Vec<Nic>,
     channels: Vec<Channel>,
+    /// Settings that come from devices.
+    settings: BTreeMap<String, String>,
 }
 
 impl Describing<'_> {
-    fn refuse(&mut self, text: String, hint: &str) {
+    pub(super) fn refuse(&mut self, text: String, hint: &str) {
         self.refusals.push(Blocker {
             text,
             hint: hint.to_owned(),
@@ -154,7 +158,7 @@ impl Describing<'_> {
             Serves::Disk | Serves::Medium => self.disk(line, model, seen, &mut device)?,
             Serves::Nic => self.nic(line, seen, &mut device)?,
             Serves::Channel => self.channel(seen, &mut device),
-            Serves::Nothing | Serves::Terminal => {}
+            Serves::Nothing | Serves::Terminal | Serves::Sound => {}
         }
         Some(device)
     }
@@ -197,6 +201,8 @@ impl Describing<'_> {
         let image = self.accept(image)?;
         let name = drives::name(device.id.as_deref(), model, seen.bus(), &self.disks);
         device.serves = Some(name.clone());
+        let limits = limits::of(&self.found.limits, device.id.as_deref(), &seen.path, &name);
+        self.settings.extend(limits);
         self.disks.push(Disk {
             name,
             shared: !self.names.is_local(&image),
@@ -258,12 +264,11 @@ impl Describing<'_> {
     }
 
     fn hardware(&mut self, line: &CommandLine, devices: Vec<PlacedDevice>) -> Hardware {
-        if self.found.absent_vcpus > 0 {
-            self.refuse(
-                "vCPUs that can be plugged in are not supported".to_owned(),
-                "start the guest without maxcpus",
-            );
-        }
+        let mut settings = line.settings.clone();
+        settings.append(&mut self.settings);
+        self.spare(&mut settings);
+        self.firmware_files(line, &mut settings);
+        let memory = self.memory(line, &mut settings);
         if self.found.memory_bytes & ((1 << 20) - 1) != 0 {
             self.refuse("its memory is no whole number of MiB".to_owned(), RESTART);
         }
@@ -280,7 +285,7 @@ impl Describing<'_> {
         let mut hardware = Hardware {
             uuid: self.found.uuid.clone(),
             topology: self.found.topology,
-            memory: None,
+            memory,
             flash: None,
             vga: vga.map(|(_, name)| (*name).to_owned()),
             serial_ports: count("isa-serial"),
@@ -291,10 +296,9 @@ impl Describing<'_> {
                 .iter()
                 .any(|seen| self.is_usual_cd_drive(seen)),
             floppy_drive: count("floppy") > 0,
-            settings: line.settings.clone(),
+            settings,
             devices,
         };
-        hardware.memory = self.memory(line);
         hardware.flash = self.flash();
         self.onboard();
         hardware
@@ -303,13 +307,6 @@ impl Describing<'_> {
     /// Refuses devices that come with the machine and cannot be requested again.
     fn onboard(&mut self) {
         let found = self.found;
-        let own = |kind: &str| matches!(kind, "qxl-vga" | "vmware-svga");
-        for kind in found.onboard.iter().filter(|kind| own(kind)) {
-            self.refuse(
-                format!("QEMU made a device by itself ({kind}), which has no place of its own"),
-                "start the guest with -nodefaults, and with `-device` for each device",
-            );
-        }
         let floppies = found
             .media
             .iter()
@@ -325,58 +322,6 @@ impl Describing<'_> {
                 );
             }
         }
-    }
-
-    fn memory(&mut self, line: &CommandLine) -> Option<MemoryBackend> {
-        const LOCAL: [&str; 11] = [
-            "dump",
-            "host-nodes",
-            "id",
-            "merge",
-            "policy",
-            "prealloc",
-            "prealloc-threads",
-            "qom-type",
-            "reserve",
-            "seal",
-            "size",
-        ];
-        let id = line.memory_backend.as_ref()?;
-        let Some(words) = line.objects.get(id) else {
-            self.refuse(
-                format!("memory object {} is not on its command line", shown(id)),
-                RESTART,
-            );
-            return None;
-        };
-        let memfd = words.get("qom-type") == Some("memory-backend-memfd");
-        let is_on = |key: &str, default: bool| {
-            words
-                .get(key)
-                .map_or(default, |value| matches!(value, "on" | "yes" | "true"))
-        };
-        for (key, _) in words.iter() {
-            if !LOCAL.contains(&key) && !matches!(key, "share" | "hugetlb" | "hugetlbsize") {
-                self.refuse(
-                    format!("memory setting {} cannot be made again", shown(key)),
-                    "start the guest without it",
-                );
-            }
-        }
-        let page_bytes = self
-            .found
-            .machine
-            .ram_blocks
-            .get(id)
-            .map(|block| block.page_bytes);
-        Some(MemoryBackend {
-            id: id.clone(),
-            memfd,
-            share: is_on("share", memfd),
-            huge_page_mib: page_bytes
-                .filter(|_| is_on("hugetlb", false))
-                .and_then(|bytes| u32::try_from(bytes >> 20).ok()),
-        })
     }
 
     fn flash(&mut self) -> Option<Flash> {
@@ -485,7 +430,7 @@ fn place(model: &Model, seen: &Seen) -> Option<String> {
             .and_then(Value::as_str)
             .filter(|port| !port.is_empty())
             .map(str::to_owned),
-        Bus::Scsi | Bus::Board => None,
+        Bus::Scsi | Bus::Other | Bus::Board => None,
     }
 }
 
@@ -500,24 +445,9 @@ fn unknown_model(kind: &str) -> (&'static str, &'static str) {
         ),
         ("usb-host", "it is a piece of this host's hardware", UNPLUG),
         (
-            "usb-redir",
-            "its other end is a connection to this host",
-            UNPLUG,
-        ),
-        (
-            "pc-dimm",
-            "memory that is plugged in is not supported",
-            UNPLUG,
-        ),
-        (
             "nvme",
             "QEMU cannot move its state",
             "use virtio-blk-pci or virtio-scsi-pci",
-        ),
-        (
-            "qxl",
-            "displays for SPICE are not supported",
-            "use VGA or virtio-vga",
         ),
     ] {
         if kind.starts_with(prefix) {

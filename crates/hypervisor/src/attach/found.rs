@@ -1,6 +1,8 @@
 //! Collects what a running QEMU reports of its guest, as far as a destination needs it.
 
 use super::cards::Wires;
+use super::limits::{self, Limits};
+use super::memory::{self, Memory};
 use crate::hardware::tables::{Bus, Model, Serves};
 use crate::observe::{Blocker, at_once, children, examine, list, property};
 use crate::process::ProcessId;
@@ -31,6 +33,8 @@ pub(super) struct Found {
     pub(super) onboard: Vec<String>,
     pub(super) media: Vec<Medium>,
     pub(super) wires: Wires,
+    pub(super) memory: Memory,
+    pub(super) limits: Limits,
 }
 
 /// Who made a device, in the order in which QEMU makes them.
@@ -101,6 +105,7 @@ const PLACES: [&str; 10] = [
 
 /// Queries everything without changing anything.
 pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found, QmpError> {
+    let (objects, limits) = tokio::try_join!(memory::look(qmp), limits::look(qmp))?;
     let (examined, cpus, memory, uuid, named, unnamed, onboard, media, networks, usernet) = tokio::try_join!(
         examine(qmp, process),
         cpus(qmp),
@@ -150,6 +155,8 @@ pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found
         onboard: onboard.into_iter().map(|(_, kind)| kind).collect(),
         media,
         wires: Wires::read(&networks, &usernet),
+        memory: objects,
+        limits,
     })
 }
 
@@ -157,7 +164,7 @@ pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found
 fn is_described(kind: &str) -> bool {
     Model::of(kind).is_some_and(|model| match model.serves {
         Serves::Disk | Serves::Medium | Serves::Nic => true,
-        Serves::Nothing | Serves::Channel | Serves::Terminal => {
+        Serves::Nothing | Serves::Channel | Serves::Terminal | Serves::Sound => {
             // A hub is what QEMU adds by itself when ports run out.
             model.bus == Bus::Usb && kind != "usb-hub"
         }

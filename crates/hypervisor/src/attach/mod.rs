@@ -10,9 +10,13 @@
 //! name before anything is changed, and checked again before each move.
 
 mod cards;
+mod contents;
 mod describe;
 mod drives;
 mod found;
+mod limits;
+mod memory;
+mod more_options;
 mod names;
 mod options;
 mod properties;

@@ -2,6 +2,7 @@
 //! one.
 
 use super::drives;
+use super::more_options::{self, FirmwareFile, cpu_text, is_local_object};
 use super::words::{WORDS_MAX, Words};
 use crate::description::is_cpu_setting;
 use crate::hardware::tables::{is_word, setting};
@@ -31,13 +32,17 @@ pub(super) struct CommandLine {
     pub(super) append: Option<String>,
     /// Path of the firmware.
     pub(super) bios: Option<String>,
+    /// Files of the firmware interface.
+    pub(super) firmware_files: Vec<FirmwareFile>,
+    /// Path of the picture that SeaBIOS shows.
+    pub(super) splash: Option<String>,
     /// The reasons why the guest cannot be launched elsewhere.
     pub(super) refusals: Vec<Blocker>,
 }
 
 /// The meaning of an option for a move.
 #[derive(Debug, Clone, Copy)]
-enum Meaning {
+pub(super) enum Meaning {
     /// It concerns this host only, or QEMU reports its effect.
     Local,
     /// It is part of the machine.
@@ -61,17 +66,7 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("accel", true, Machine),
     ("acpitable", true, Never(FILE_HERE, WITHOUT)),
     ("action", true, Machine),
-    (
-        "add-fd",
-        true,
-        Never(
-            "a file descriptor means nothing on another host",
-            "name files by their paths",
-        ),
-    ),
     ("append", true, Machine),
-    ("audio", true, Never(NOT_YET, WITHOUT)),
-    ("audiodev", true, Never(NOT_YET, WITHOUT)),
     ("bios", true, Machine),
     ("blockdev", true, Machine),
     ("boot", true, Machine),
@@ -95,7 +90,6 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
         ),
     ),
     ("full-screen", false, Local),
-    ("fw_cfg", true, Never(NOT_YET, WITHOUT)),
     ("gdb", true, Local),
     ("global", true, Machine),
     ("hda", true, Local),
@@ -110,14 +104,6 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("loadvm", true, Never(NOT_YET, WITHOUT)),
     ("m", true, Machine),
     ("machine", true, Machine),
-    (
-        "mem-path",
-        true,
-        Never(
-            "its memory is a file of this host",
-            "use -object memory-backend-memfd",
-        ),
-    ),
     ("mem-prealloc", false, Local),
     ("mon", true, Local),
     ("monitor", true, Local),
@@ -134,7 +120,6 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("no-user-config", false, Local),
     ("nodefaults", false, Local),
     ("nographic", false, Local),
-    ("numa", true, Never(NOT_YET, WITHOUT)),
     ("object", true, Machine),
     ("only-migratable", false, Local),
     ("overcommit", true, Local),
@@ -152,12 +137,6 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("sandbox", true, Local),
     ("sd", true, Never("a PC has no drive for SD cards", WITHOUT)),
     ("serial", true, Machine),
-    (
-        "set",
-        true,
-        Never(NOT_YET, "write the property at its device"),
-    ),
-    ("smbios", true, Never(NOT_YET, WITHOUT)),
     ("smp", true, Local),
     (
         "snapshot",
@@ -167,7 +146,6 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
             WITHOUT,
         ),
     ),
-    ("spice", true, Never(NOT_YET, "use -vnc")),
     (
         "tpmdev",
         true,
@@ -178,7 +156,6 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ),
     ("trace", true, Local),
     ("usb", false, Machine),
-    ("usbdevice", true, Machine),
     ("uuid", true, Local),
     ("vga", true, Local),
     (
@@ -215,7 +192,8 @@ impl CommandLine {
             let Some(name) = word.strip_prefix("--").or(word.strip_prefix('-')) else {
                 continue;
             };
-            let known = OPTIONS.iter().find(|(known, _, _)| *known == name);
+            let mut options = OPTIONS.iter().chain(more_options::OPTIONS);
+            let known = options.find(|(known, _, _)| *known == name);
             let Some((_, takes, meaning)) = known else {
                 line.refuse(
                     format!("option -{} of its command line is not known", shown(name)),
@@ -241,7 +219,7 @@ impl CommandLine {
         line
     }
 
-    fn refuse(&mut self, text: String, hint: &str) {
+    pub(super) fn refuse(&mut self, text: String, hint: &str) {
         self.refusals.push(Blocker {
             text,
             hint: hint.to_owned(),
@@ -249,6 +227,9 @@ impl CommandLine {
     }
 
     fn option(&mut self, name: &str, value: &str, late: &mut Late) {
+        if self.more(name, value, late) {
+            return;
+        }
         match name {
             "M" | "machine" => self.machine(value),
             "accel" => self.accel(value),
@@ -257,9 +238,7 @@ impl CommandLine {
             "kernel" => self.kernel = Some(value.to_owned()),
             "initrd" => self.initrd = Some(value.to_owned()),
             "cpu" => self.cpu(value),
-            "m" => self.memory(value),
             "rtc" => self.settings_of("rtc", Words::read(value, "base"), &[]),
-            "boot" => self.settings_of("boot", Words::read(value, "order"), &["once"]),
             "action" => self.settings_of("action", Words::read(value, ""), &[]),
             "watchdog-action" => self.setting("action.watchdog", value),
             "no-acpi" => self.setting("machine.acpi", "off"),
@@ -268,7 +247,6 @@ impl CommandLine {
             "no-reboot" => self.setting("action.reboot", "shutdown"),
             "no-shutdown" => self.setting("action.shutdown", "pause"),
             "usb" => self.setting("machine.usb", "on"),
-            "global" => self.global(value),
             "object" => self.object(value),
             "device" => self.device(value, late),
             "blockdev" => self.blockdev(value),
@@ -282,16 +260,14 @@ impl CommandLine {
             // QEMU is asked for the cards themselves.
             "netdev" | "nic" | "net" => self.netdevs.push(Words::read(value, "type")),
             "usbdevice" => self.usb_device(value),
-            "chardev" => self.chardev(name, Words::read(value, "backend")),
-            _ => self.chardev(
-                name,
-                Words::read(value.split_once(':').map_or("", |(_, rest)| rest), ""),
-            ),
+            "chardev" => self.chardev(Words::read(value, "backend")),
+            // Serial and parallel ports: QEMU reports how many there are.
+            _ => {}
         }
     }
 
     /// Records a setting that the tables know; refuses any other by name.
-    fn setting(&mut self, name: &str, value: &str) {
+    pub(super) fn setting(&mut self, name: &str, value: &str) {
         match setting(name) {
             Some(kind) if kind.takes(&kind.normal(value)) => {
                 self.settings.insert(name.to_owned(), kind.normal(value));
@@ -311,20 +287,24 @@ impl CommandLine {
         }
     }
 
-    fn settings_of(&mut self, prefix: &str, words: Words, local: &[&str]) {
+    pub(super) fn settings_of(&mut self, prefix: &str, words: Words, local: &[&str]) {
         for (key, value) in words.iter().filter(|(key, _)| !local.contains(key)) {
             self.setting(&format!("{prefix}.{key}"), value);
         }
     }
 
     fn machine(&mut self, value: &str) {
-        const LOCAL: [&str; 6] = [
+        const LOCAL: [&str; 10] = [
             "type",
             "accel",
+            "aux-ram-share",
             "dump-guest-core",
+            "enforce-config-section",
             "mem-merge",
             "kvm-shadow-mem",
+            "pcspk-audiodev",
             "pflash0",
+            "suppress-vmdesc",
         ];
         let mut words = Words::read(value, "type");
         if let Some(memory) = words.take("memory-backend") {
@@ -343,9 +323,11 @@ impl CommandLine {
     }
 
     fn accel(&mut self, value: &str) {
-        const LOCAL: [&str; 6] = [
+        const LOCAL: [&str; 8] = [
             "accel",
             "dirty-ring-size",
+            "notify-vmexit",
+            "one-insn-per-tb",
             "thread",
             "tb-size",
             "kvm-shadow-mem",
@@ -372,7 +354,10 @@ impl CommandLine {
                 None => format!("{part}=on"),
                 Some((name, "on" | "true" | "yes")) => format!("{name}=on"),
                 Some((name, "off" | "false" | "no")) => format!("{name}=off"),
-                Some((name, value)) => format!("{}={value}", name.replace('_', "-")),
+                Some((name, value)) => match cpu_text(name, value) {
+                    Some(text) => text,
+                    None => format!("{}={value}", name.replace('_', "-")),
+                },
             };
             match part.as_str() {
                 // These decide whether QEMU starts, and are invisible to the guest.
@@ -393,54 +378,12 @@ impl CommandLine {
         self.cpu = Some(cpu);
     }
 
-    fn memory(&mut self, value: &str) {
-        for (key, _) in Words::read(value, "size")
-            .iter()
-            .filter(|(key, _)| *key != "size")
-        {
-            self.refuse(
-                format!(
-                    "memory that can be plugged in (-m {}) is not supported",
-                    shown(key)
-                ),
-                "start the guest with `-m SIZE` alone",
-            );
-        }
-    }
-
-    fn global(&mut self, value: &str) {
-        let words = Words::read(value, "");
-        let of = |key| words.get(key).unwrap_or_default();
-        match (words.get("driver"), value.split_once('=')) {
-            (Some(driver), _) => {
-                let name = format!("global.{driver}.{}", of("property"));
-                self.setting(&name, of("value"));
-            }
-            (None, Some((name, value))) => self.setting(&format!("global.{name}"), value),
-            (None, None) => self.setting(&format!("global.{value}"), ""),
-        }
-    }
-
     fn object(&mut self, value: &str) {
         let words = Words::read(value, "qom-type");
         let kind = words.get("qom-type").unwrap_or_default().to_owned();
-        let known = [
-            "iothread",
-            "memory-backend-memfd",
-            "memory-backend-ram",
-            "rng-builtin",
-            "rng-random",
-            // QEMU is asked for its limits.
-            "throttle-group",
-        ];
         // QEMU is asked whether the memory is encrypted.
         let asked = ["sev-guest", "sev-snp-guest", "tdx-guest"];
-        if kind == "memory-backend-file" {
-            self.refuse(
-                format!("object {}: its memory is a file of this host", shown(&kind)),
-                "use -object memory-backend-memfd",
-            );
-        } else if !known.contains(&kind.as_str()) && !asked.contains(&kind.as_str()) {
+        if !is_local_object(&kind) && !asked.contains(&kind.as_str()) {
             self.refuse(
                 format!(
                     "object {} cannot be made again at the destination",
@@ -472,11 +415,11 @@ impl CommandLine {
         }
     }
 
-    fn chardev(&mut self, option: &str, words: Words) {
-        self.descriptor(option, &words);
-        if let Some(kind @ ("spicevmc" | "spiceport" | "qemu-vdagent")) = words.get("backend") {
+    /// At the destination every device has a socket of its own, whatever it has here.
+    fn chardev(&mut self, words: Words) {
+        if words.get("backend") == Some("qemu-vdagent") {
             self.refuse(
-                format!("character device {kind} cannot be made again"),
+                "character device qemu-vdagent cannot be made again".to_owned(),
                 WITHOUT,
             );
         }
@@ -515,8 +458,8 @@ impl CommandLine {
 
 /// Devices that QEMU creates after the others.
 #[derive(Default)]
-struct Late {
-    drives: Vec<Words>,
+pub(super) struct Late {
+    pub(super) drives: Vec<Words>,
     devices: Vec<Words>,
 }
 
@@ -544,6 +487,13 @@ fn manager(words: &[String]) -> Option<Blocker> {
             .to_owned(),
         hint: "move it with qm migrate; Longhaul does not work with Proxmox VE yet".to_owned(),
     })
+}
+
+/// Returns whether an option has a meaning here.
+#[cfg(test)]
+pub(super) fn is_known(name: &str) -> bool {
+    let mut options = OPTIONS.iter().chain(more_options::OPTIONS);
+    options.any(|(known, _, _)| *known == name)
 }
 
 /// Returns a text of a command line, safe for display.

@@ -7,10 +7,11 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// Properties of the host's side, which this host's tables answer, and of a device's place.
-const LOCAL: [&str; 18] = [
+const LOCAL: [&str; 19] = [
     "account-failed",
     "account-invalid",
     "addr",
+    "audiodev",
     "bus",
     "channel",
     "chardev",

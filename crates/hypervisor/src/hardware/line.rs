@@ -1,7 +1,8 @@
 //! Builds the part of QEMU's command line that an exact machine description determines.
 
+use super::more::is_cpu;
 use super::tables::{Bus, Model, Serves};
-use super::{nic, wiring};
+use super::{families, nic, wiring};
 use crate::balloon::FREE_PAGE_HINT;
 use crate::command_line::{
     Line, ResolveError, Surroundings, Used, backend, disk_nodes, nodes, server,
@@ -10,6 +11,11 @@ use crate::command_line::{image_called, look_up};
 use crate::config::{Image, ImageFormat};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::hardware::{Hardware, PlacedDevice};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+/// The id of the sound backend.
+const AUDIO: &str = "lh-audio";
 
 /// The inputs of a machine's devices.
 pub(crate) struct Around<'a> {
@@ -39,10 +45,50 @@ pub(crate) fn machine_options(hardware: &Hardware) -> String {
 /// Returns the arrangement of the vCPUs.
 pub(crate) fn topology(vcpus: u32, hardware: &Hardware) -> String {
     let topology = hardware.topology;
+    let plugged = hardware.devices.iter();
+    let plugged = plugged.filter(|device| is_cpu(&device.model)).count();
+    let booted = vcpus.saturating_sub(u32::try_from(plugged).unwrap_or(u32::MAX));
+    let most = hardware.settings.get("smp.maxcpus");
+    let most = most
+        .cloned()
+        .or_else(|| (plugged > 0).then(|| vcpus.to_string()));
+    let most = most.map_or(String::new(), |most| format!(",maxcpus={most}"));
     format!(
-        "cpus={vcpus},sockets={},dies={},cores={},threads={}",
+        "cpus={booted}{most},sockets={},dies={},cores={},threads={}",
         topology.sockets, topology.dies, topology.cores, topology.threads
     )
+}
+
+/// Returns the options after the memory's size.
+pub(crate) fn memory_options(hardware: &Hardware) -> String {
+    let settings = settings(hardware, "memory.").filter(|(name, _)| *name != "named-by");
+    settings
+        .map(|(name, value)| format!(",{name}={value}"))
+        .collect()
+}
+
+/// Returns the limits of each disk that has any, by the disk's name, as QEMU is told them.
+pub(crate) fn limits(hardware: &Hardware) -> BTreeMap<&str, Map<String, Value>> {
+    let mut limits: BTreeMap<&str, Map<String, Value>> = BTreeMap::new();
+    for (name, value) in settings(hardware, "limit.") {
+        let Some((disk, key)) = name.rsplit_once('.') else {
+            continue;
+        };
+        let value = match value.parse::<u64>() {
+            Ok(number) if key != "group" => number.into(),
+            _ => value.into(),
+        };
+        limits
+            .entry(disk)
+            .or_default()
+            .insert(key.to_owned(), value);
+    }
+    for limits in limits.values_mut() {
+        for required in ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"] {
+            limits.entry(required).or_insert(0.into());
+        }
+    }
+    limits
 }
 
 /// Emits everything but the machine itself.
@@ -53,16 +99,29 @@ pub(crate) fn arguments(line: &mut Line, around: &Around<'_>) -> Result<(), Reso
     }
     memory(line, around);
     for (option, prefix) in [("-rtc", "rtc."), ("-boot", "boot."), ("-action", "action.")] {
+        let splash = families::splash_file(&around.host.folder.run());
+        let splash = splash.to_string_lossy().replace(',', ",,");
         let values: Vec<String> = settings(hardware, prefix)
-            .map(|(name, value)| format!("{name}={value}"))
+            .map(|(name, value)| match name {
+                "splash" => format!("{name}={splash}"),
+                name => format!("{name}={value}"),
+            })
             .collect();
         if !values.is_empty() {
             line.option(option, values.join(","));
         }
     }
     for (name, value) in settings(hardware, "global.") {
-        line.option("-global", format!("{name}={value}"));
+        // The short form has no classes with a dot in their name.
+        let (driver, property) = name.rsplit_once('.').unwrap_or((name, ""));
+        let value = value.replace(',', ",,");
+        line.option(
+            "-global",
+            format!("driver={driver},property={property},value={value}"),
+        );
     }
+    families::arguments(line, hardware, &around.host.folder.run());
+    sound(line, hardware);
     flash(line, around)?;
     if let Some(vga) = &hardware.vga {
         line.option("-vga", vga.as_str());
@@ -87,6 +146,19 @@ pub(crate) fn arguments(line: &mut Line, around: &Around<'_>) -> Result<(), Reso
     Ok(())
 }
 
+/// Emits the sound backend of all devices.
+fn sound(line: &mut Line, hardware: &Hardware) {
+    let model = hardware.settings.get("audio.model");
+    let sounds = |device: &PlacedDevice| {
+        Model::of(&device.model).is_some_and(|model| model.serves == Serves::Sound)
+    };
+    if let Some(model) = model {
+        line.option("-audio", format!("driver=none,id={AUDIO},model={model}"));
+    } else if hardware.devices.iter().any(sounds) {
+        line.option("-audiodev", format!("none,id={AUDIO}"));
+    }
+}
+
 fn settings<'a>(
     hardware: &'a Hardware,
     prefix: &'static str,
@@ -109,9 +181,14 @@ fn memory(line: &mut Line, around: &Around<'_>) {
         None => String::new(),
     };
     let size = around.description.memory_mib;
+    let named = around.hardware.settings.get("memory.named-by");
+    let named = named.map_or(String::new(), |by| families::by_path(by == "path"));
     line.option(
         "-object",
-        format!("{kind},id={},size={size}M,share={share}{pages}", memory.id),
+        format!(
+            "{kind},id={},size={size}M,share={share}{pages}{named}",
+            memory.id
+        ),
     );
 }
 
@@ -155,7 +232,9 @@ fn device(
     let unknown = || ResolveError::Model(placed.model.clone());
     let model = Model::of(&placed.model).ok_or_else(unknown)?;
     let mut text = placed.model.clone();
-    let mut add = |name: &str, value: &str| text.push_str(&format!(",{name}={value}"));
+    let mut add = |name: &str, value: &str| {
+        text.push_str(&format!(",{name}={}", value.replace(',', ",,")));
+    };
     if let Some(id) = &placed.id {
         add("id", id);
     }
@@ -168,7 +247,7 @@ fn device(
             Bus::Usb => add("port", place),
             Bus::Ports => add("nr", place),
             Bus::Ide => add("unit", place),
-            Bus::Scsi | Bus::Board => {}
+            Bus::Scsi | Bus::Other | Bus::Board => {}
         }
     }
     let served = placed.serves.as_deref().unwrap_or_default();
@@ -196,6 +275,7 @@ fn device(
             line.option("-chardev", server(&id, &host.folder.run().join(&id)));
             add("chardev", &id);
         }
+        Serves::Sound => add("audiodev", AUDIO),
         Serves::Nothing => {}
     }
     let own = placed.properties.iter();

@@ -1,11 +1,14 @@
 //! Checks exact machine descriptions and turns them into QEMU's arguments.
 
+pub(crate) mod content;
+pub(crate) mod families;
 mod line;
+pub(crate) mod more;
 pub(crate) mod tables;
 pub(crate) mod wiring;
 
 use crate::description::{DescriptionError, is_name};
-pub(crate) use line::{Around, arguments, machine_options, topology};
+pub(crate) use line::{Around, arguments, limits, machine_options, memory_options, topology};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::hardware::{Hardware, PlacedDevice};
 use std::collections::BTreeSet;
@@ -18,6 +21,8 @@ pub(crate) const DEVICES_MAX: usize = 256;
 const PORTS_MAX: u8 = 4;
 /// The maximum number of sockets, dies, cores and threads each.
 const TOPOLOGY_MAX: u32 = 255;
+/// The maximum number of settings of a machine.
+const SETTINGS_MAX: usize = 4096;
 /// The maximum size of a huge page, in MiB.
 const HUGE_PAGE_MIB_MAX: u32 = 1024;
 
@@ -38,10 +43,16 @@ pub(crate) fn check(
         topology.cores,
         topology.threads,
     ];
+    let slots = hardware.settings.get("smp.maxcpus");
+    let slots = slots.map_or(Ok(u64::from(description.vcpus)), |text| text.parse());
+    let plugged = hardware.devices.iter();
+    let plugged = plugged.filter(|device| more::is_cpu(&device.model)).count() as u64;
     // Computed only from checked parts: a peer's could overflow the multiplication.
     let vcpus = || parts.iter().map(|part| u64::from(*part)).product::<u64>();
     if parts.iter().any(|part| *part == 0 || *part > TOPOLOGY_MAX)
-        || vcpus() != u64::from(description.vcpus)
+        || slots != Ok(vcpus())
+        || vcpus() < u64::from(description.vcpus)
+        || plugged >= u64::from(description.vcpus)
     {
         return refuse("topology", "does not come to the number of vCPUs");
     }
@@ -73,6 +84,12 @@ pub(crate) fn check(
                 "holds one that is not known, or has no such value",
             );
         }
+    }
+    if hardware.settings.len() > SETTINGS_MAX || !families::are_sound(hardware) {
+        return refuse(
+            "settings",
+            "has an option that is not complete, or too much",
+        );
     }
     devices(description, hardware)
 }
@@ -143,7 +160,7 @@ fn place(model: &Model, device: &PlacedDevice) -> Result<(), DescriptionError> {
         // A port behind hubs is a sequence of numbers.
         Bus::Usb => place.split('.').all(|part| number(part, 10, 2)) && place.len() < 16,
         Bus::Ports | Bus::Ide => number(place, 10, 4),
-        Bus::Scsi | Bus::Board => false,
+        Bus::Scsi | Bus::Other | Bus::Board => false,
     };
     match sound {
         true => Ok(()),
@@ -159,9 +176,11 @@ fn serves(
 ) -> Result<Option<(u8, usize)>, DescriptionError> {
     let missing = || refuse("devices.serves", "names nothing that the guest has");
     let name = match (&device.serves, model.serves) {
-        (None, Serves::Nothing | Serves::Medium | Serves::Terminal) => return Ok(None),
+        (None, Serves::Nothing | Serves::Medium | Serves::Terminal | Serves::Sound) => {
+            return Ok(None);
+        }
         (Some(name), Serves::Disk | Serves::Medium | Serves::Nic | Serves::Channel) => name,
-        (Some(_), Serves::Nothing | Serves::Terminal) => {
+        (Some(_), Serves::Nothing | Serves::Terminal | Serves::Sound) => {
             return missing().map(|()| None);
         }
         (None, Serves::Disk | Serves::Nic | Serves::Channel) => return missing().map(|()| None),

@@ -3,7 +3,11 @@
 //! Descriptions from peers and command lines of this host are checked against these tables:
 //! anything absent from all of them is refused by name.
 
+use super::{content, families, more};
 use crate::balloon::FREE_PAGE_HINT;
+
+/// The maximum length of a text, in bytes.
+const TEXT_BYTES_MAX: usize = 1024;
 
 /// The values that a property or setting takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,6 +22,10 @@ pub(crate) enum Kind {
     Word,
     /// An empty value: `romfile=`.
     Nothing,
+    /// A text without control characters.
+    Text,
+    /// The content of a small file.
+    Bytes,
     /// One of these.
     OneOf(&'static [&'static str]),
 }
@@ -35,6 +43,8 @@ pub(crate) enum Bus {
     Ide,
     /// The bus of a SCSI controller; its place is in properties.
     Scsi,
+    /// Another bus; its place is in properties.
+    Other,
     /// The machine itself.
     Board,
 }
@@ -54,29 +64,31 @@ pub(crate) enum Serves {
     Channel,
     /// A terminal that needs no user.
     Terminal,
+    /// A sound backend, whose sound nobody hears.
+    Sound,
 }
 
 /// A model of a device.
 #[derive(Debug)]
 pub(crate) struct Model {
-    names: &'static [&'static str],
+    pub(super) names: &'static [&'static str],
     pub(crate) bus: Bus,
     pub(crate) serves: Serves,
-    properties: &'static [&'static [(&'static str, Kind)]],
+    pub(super) properties: &'static [&'static [(&'static str, Kind)]],
 }
 
 use Kind::{Choice, Nothing, Number, OneOf, Switch, Word};
 
 const ON_ERROR: Kind = OneOf(&["auto", "report", "ignore", "stop", "enospc"]);
 
-const PCI: &[(&str, Kind)] = &[
+pub(super) const PCI: &[(&str, Kind)] = &[
     ("acpi-index", Number),
     ("bootindex", Number),
     ("multifunction", Switch),
     ("rombar", Number),
     ("romfile", Nothing),
 ];
-const VIRTIO: &[(&str, Kind)] = &[
+pub(super) const VIRTIO: &[(&str, Kind)] = &[
     ("aer", Switch),
     ("any_layout", Switch),
     ("ats", Switch),
@@ -182,7 +194,7 @@ const VIRTIO_NET: &[(&str, Kind)] = &[
     ("tx", OneOf(&["bh", "timer"])),
     ("tx_queue_size", Number),
 ];
-const SCREEN: &[(&str, Kind)] = &[
+pub(super) const SCREEN: &[(&str, Kind)] = &[
     ("edid", Choice),
     ("max_hostmem", Number),
     ("max_outputs", Number),
@@ -215,7 +227,7 @@ const BRIDGE: &[(&str, Kind)] = &[
     ("x-speed", Word),
     ("x-width", Word),
 ];
-const BOARD: &[(&str, Kind)] = &[
+pub(super) const BOARD: &[(&str, Kind)] = &[
     ("guid", Word),
     ("index", Number),
     ("iobase", Number),
@@ -401,7 +413,7 @@ const MODELS: &[Model] = &[
     model(&["isa-serial"], Bus::Board, Serves::Terminal, &[BOARD]),
 ];
 
-const fn model(
+pub(super) const fn model(
     names: &'static [&'static str],
     bus: Bus,
     serves: Serves,
@@ -477,22 +489,27 @@ const SETTINGS: &[(&str, Kind)] = &[
     ("machine.smm", Choice),
     ("machine.usb", Switch),
     ("machine.vmport", Choice),
-    ("rtc.base", OneOf(&["utc", "localtime"])),
+    // A date has no effect on a clock whose state moves.
+    ("rtc.base", Word),
     ("rtc.clock", OneOf(&["host", "rt", "vm"])),
     ("rtc.driftfix", OneOf(&["none", "slew"])),
 ];
 
 /// Display adapters that a machine adds on request.
-pub(crate) const VGAS: [(&str, &str); 3] = [
+pub(crate) const VGAS: [(&str, &str); 5] = [
     ("VGA", "std"),
     ("cirrus-vga", "cirrus"),
+    ("qxl-vga", "qxl"),
     ("virtio-vga", "virtio"),
+    ("vmware-svga", "vmware"),
 ];
 
 impl Model {
     /// Returns a model by its name.
     pub(crate) fn of(name: &str) -> Option<&'static Self> {
-        MODELS.iter().find(|model| model.names.contains(&name))
+        let mut models = MODELS.iter().chain(more::MODELS);
+        let known = models.find(|model| model.names.contains(&name));
+        known.or_else(|| more::cpu(name))
     }
 
     /// Returns the names of its properties.
@@ -507,9 +524,17 @@ impl Model {
     }
 }
 
+/// Returns the names of all models.
+pub(crate) fn models_of_guests() -> impl Iterator<Item = &'static str> {
+    let models = MODELS.iter().chain(more::MODELS);
+    models.flat_map(|model| model.names.iter().copied())
+}
+
 /// Returns the values that a setting takes.
 pub(crate) fn setting(name: &str) -> Option<Kind> {
     look_up(SETTINGS.iter(), name)
+        .or_else(|| families::setting(name))
+        .or_else(|| more::setting(name))
 }
 
 fn look_up<'a>(
@@ -530,6 +555,8 @@ impl Kind {
             Self::Number => is_number(value),
             Self::Word => is_word(value),
             Self::Nothing => value.is_empty(),
+            Self::Text => value.len() <= TEXT_BYTES_MAX && !value.chars().any(char::is_control),
+            Self::Bytes => content::read(value).is_some(),
             Self::OneOf(words) => words.contains(&value),
         }
     }

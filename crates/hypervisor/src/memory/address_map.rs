@@ -16,7 +16,8 @@ pub(crate) struct ListedBlock {
 /// Parses the table of HMP's `info ramblock`.
 pub(crate) fn parse_ram_blocks(table: &str) -> Result<Vec<ListedBlock>, String> {
     let lines = table.lines().map(str::trim).filter(|line| !line.is_empty());
-    let rows = lines.filter(|line| !line.starts_with("Block Name"));
+    // A block that nothing uses has no name: `4 KiB  OFFSET ...`. It does not move.
+    let rows = lines.filter(|line| !line.starts_with("Block Name") && !is_unnamed(line));
     let blocks: Vec<ListedBlock> = rows
         .map(|line| parse_row(line).ok_or_else(|| format!("line `{line}`")))
         .collect::<Result<_, _>>()?;
@@ -24,6 +25,12 @@ pub(crate) fn parse_ram_blocks(table: &str) -> Result<Vec<ListedBlock>, String> 
         true => Err("it lists no block".to_owned()),
         false => Ok(blocks),
     }
+}
+
+/// Returns whether a row begins with the size of pages.
+pub(crate) fn is_unnamed(row: &str) -> bool {
+    let words: Vec<&str> = row.split_whitespace().take(3).collect();
+    matches!(words.as_slice(), [_, "B" | "KiB" | "MiB" | "GiB", third] if third.starts_with("0x"))
 }
 
 /// `pc.ram  4 KiB  OFFSET  USED  TOTAL [HVA  rw]`
@@ -180,6 +187,13 @@ mod tests {
 ";
         let blocks = parse_ram_blocks(new).unwrap();
         assert_eq!(blocks[0].address, Some(0x7f2c_d600_0000));
+        let unused = "  Block Name  PSize  Offset  Used  Total
+                            4 KiB  0x0000000004300000 0x0000000004000000 0x0000000004000000
+                   f0    4 KiB  0x0000000000000000 0x0000000002000000 0x0000000002000000
+";
+        let blocks = parse_ram_blocks(unused).unwrap();
+        assert_eq!(blocks.len(), 1);
+        assert_eq!(blocks[0].name, "f0");
         for table in ["", "unknown command", "pc.ram 4 KiB 0x0 many"] {
             assert!(parse_ram_blocks(table).is_err(), "{table}");
         }

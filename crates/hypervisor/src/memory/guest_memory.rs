@@ -6,6 +6,7 @@ use super::address_map::{
 };
 use super::backing::Backing;
 use super::fingerprints::Fingerprints;
+use super::places::{self, Place};
 use super::unused::PageMap;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
@@ -13,6 +14,7 @@ use nix::errno::Errno;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::Pid;
 use std::io::{IoSlice, IoSliceMut};
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 /// The maximum size of a block whose content may travel in QEMU's stream.
@@ -169,10 +171,18 @@ impl GuestMemory {
         let layout = Layout::find(qmp, &listed).await?;
         let maps = memory.maps()?;
         let mut kept_bytes = 0;
-        for (index, block) in listed.into_iter().enumerate() {
+        let mut found = Vec::new();
+        for (index, block) in listed.iter().enumerate() {
             let main = index == layout.main;
-            let address = block.address.or(main.then_some(layout.base));
             let small = !main && block.used_bytes <= KEPT_BLOCK_BYTES_MAX;
+            let mut address = block.address.or(main.then_some(layout.base));
+            if address.is_none()
+                && !small
+                && let Some(place) = places::find(qmp, &listed, index).await?
+            {
+                address = Some(place.base);
+                found.push((index, place));
+            }
             let address = address.filter(|_| !small);
             let not_proven = |why: &str| AttachError::NotProven {
                 block: block.name.clone(),
@@ -190,12 +200,12 @@ impl GuestMemory {
             }
             if address.is_none() && (!small || kept_bytes > KEPT_BYTES_MAX) {
                 return Err(AttachError::TooLarge {
-                    block: block.name,
+                    block: block.name.clone(),
                     bytes: block.used_bytes,
                 });
             }
             memory.blocks.push(MemoryBlock {
-                name: block.name,
+                name: block.name.clone(),
                 used_bytes: block.used_bytes,
                 backing: address
                     .and_then(|address| Backing::find(pid, &maps, address, block.used_bytes)),
@@ -204,7 +214,24 @@ impl GuestMemory {
                 address,
             });
         }
-        memory.prove(qmp, &layout).await?;
+        let main = memory
+            .blocks
+            .get(layout.main)
+            .map_or(0, MemoryBlock::blocks);
+        let first = (LOW_PROBE / BLOCK_SIZE as u64).min(main.saturating_sub(1));
+        let addresses = |page| layout.guest_address(page);
+        memory
+            .prove(qmp, layout.main, first..main, addresses)
+            .await?;
+        for (index, place) in found {
+            let Place {
+                guest, page, pages, ..
+            } = place;
+            let address = |at: u64| guest + at.saturating_sub(page) * BLOCK_SIZE as u64;
+            memory
+                .prove(qmp, index, page..page + pages, address)
+                .await?;
+        }
         Ok(memory)
     }
 
@@ -458,22 +485,27 @@ impl GuestMemory {
         })
     }
 
-    /// Compares places all over the main memory with QEMU's own reads of them.
-    async fn prove(&self, qmp: &Qmp, layout: &Layout) -> Result<(), AttachError> {
-        let Some(block) = self.blocks.get(layout.main) else {
+    /// Compares places all over some pages of a block with QEMU's own reads of them.
+    async fn prove(
+        &self,
+        qmp: &Qmp,
+        index: usize,
+        pages: Range<u64>,
+        guest_address: impl Fn(u64) -> u64,
+    ) -> Result<(), AttachError> {
+        let Some(block) = self.blocks.get(index) else {
             return Ok(());
         };
-        let last = block.blocks().saturating_sub(1);
-        let first = (LOW_PROBE / BLOCK_SIZE as u64).min(last);
+        let (first, last) = (pages.start, pages.end.saturating_sub(1).max(pages.start));
         let mut different = 0;
         for sample in 0..SAMPLES {
             let page = first + (last - first) * sample / (SAMPLES - 1);
             let mut equal = false;
             for _ in 0..SAMPLE_TRIES {
-                let line = format!("xp /8gx {:#x}", layout.guest_address(page));
+                let line = format!("xp /8gx {:#x}", guest_address(page));
                 let text = qmp.hmp(&line, COMMAND_TIMEOUT).await?;
                 let mut content = vec![0; BLOCK_SIZE];
-                self.look(layout.main, &[BlockRange::new(page, 1)], &mut content)
+                self.look(index, &[BlockRange::new(page, 1)], &mut content)
                     .map_err(|error| AttachError::NotProven {
                         block: block.name.clone(),
                         why: error.to_string(),

@@ -68,12 +68,13 @@ mod fingerprints;
 mod guest_memory;
 mod incoming;
 mod outgoing;
+mod places;
 mod reader;
 mod sampler;
 mod source;
 mod unused;
 
-pub(crate) use address_map::shared_files;
+pub(crate) use address_map::{is_unnamed, shared_files};
 pub use guest_memory::{AccessError, AttachError, GuestMemory, MemoryBlock};
 pub use incoming::{Incoming, IncomingError, Loaded};
 pub use longhaul_qemu_stream::{Prelude, RamBlock};

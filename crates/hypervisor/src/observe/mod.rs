@@ -8,7 +8,7 @@ mod cpu;
 
 use crate::balloon::tells_free_pages;
 use crate::hardware::tables::{Model, Serves};
-use crate::memory::is_held_by_ack;
+use crate::memory::{is_held_by_ack, is_unnamed};
 use crate::process::ProcessId;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use futures_util::future::BoxFuture;
@@ -115,7 +115,8 @@ fn ram_blocks(text: &str) -> Result<BTreeMap<String, RamBlock>, QmpError> {
         Some((name.to_owned(), block))
     };
     let mut blocks = BTreeMap::new();
-    for line in text.lines().skip(1).filter(|line| !line.trim().is_empty()) {
+    let rows = text.lines().skip(1);
+    for line in rows.filter(|line| !line.trim().is_empty() && !is_unnamed(line)) {
         let (name, block) = parse(line).ok_or_else(|| {
             not_understood("info ramblock", &format!("`{}` is no block", line.trim()))
         })?;

@@ -1,0 +1,247 @@
+//! More models and settings of machines: screens, sound, plugged memory and vCPUs.
+
+use super::tables::{BOARD, Bus, Kind, Model, PCI, SCREEN, Serves, VIRTIO, model};
+
+use Kind::{Bytes, Choice, Number, OneOf, Switch, Text, Word};
+
+/// The end of the names of the x86 CPUs.
+const CPU: &str = "-x86_64-cpu";
+
+const QXL: &[(&str, Kind)] = &[
+    ("cmdlog", Number),
+    ("debug", Number),
+    ("guestdebug", Number),
+    ("ram_size", Number),
+    ("ram_size_mb", Number),
+    ("revision", Number),
+    ("surfaces", Number),
+    ("vram64_size_mb", Number),
+    ("vram_size", Number),
+    ("vram_size_mb", Number),
+];
+const CODEC: &[(&str, Kind)] = &[
+    ("cad", Number),
+    ("debug", Number),
+    ("mixer", Switch),
+    ("use-timer", Switch),
+];
+
+pub(super) const MODELS: &[Model] = &[
+    model(
+        &["qxl", "qxl-vga"],
+        Bus::Pci,
+        Serves::Nothing,
+        &[PCI, SCREEN, QXL],
+    ),
+    model(
+        &["vmware-svga"],
+        Bus::Pci,
+        Serves::Nothing,
+        &[PCI, SCREEN, &[("global-vmstate", Switch)]],
+    ),
+    model(
+        &["AC97", "ES1370"],
+        Bus::Pci,
+        Serves::Sound,
+        &[PCI, &[("use_broken_id", Number)]],
+    ),
+    model(
+        &["ich9-intel-hda", "intel-hda"],
+        Bus::Pci,
+        Serves::Nothing,
+        &[
+            PCI,
+            &[("debug", Number), ("msi", Choice), ("old_msi_addr", Switch)],
+        ],
+    ),
+    model(
+        &["hda-duplex", "hda-micro", "hda-output"],
+        Bus::Other,
+        Serves::Sound,
+        &[CODEC],
+    ),
+    model(
+        &["virtio-sound-pci"],
+        Bus::Pci,
+        Serves::Sound,
+        &[
+            PCI,
+            VIRTIO,
+            &[("jacks", Number), ("streams", Number), ("chmaps", Number)],
+        ],
+    ),
+    model(
+        &["adlib", "cs4231a", "gus", "sb16"],
+        Bus::Board,
+        Serves::Sound,
+        &[
+            BOARD,
+            &[
+                ("dma", Number),
+                ("dma16", Number),
+                ("freq", Number),
+                ("version", Number),
+            ],
+        ],
+    ),
+    model(
+        &["usb-audio"],
+        Bus::Usb,
+        Serves::Sound,
+        &[&[("buffer", Number), ("debug", Number), ("multi", Switch)]],
+    ),
+    model(
+        &["usb-ccid", "usb-wacom-tablet"],
+        Bus::Usb,
+        Serves::Nothing,
+        &[&[("debug", Number), ("serial", Word)]],
+    ),
+    model(
+        &["usb-braille", "usb-redir", "usb-serial"],
+        Bus::Usb,
+        Serves::Terminal,
+        &[&[
+            ("always-plugged", Switch),
+            ("debug", Number),
+            ("filter", Text),
+            ("serial", Word),
+            ("streams", Switch),
+        ]],
+    ),
+    model(
+        &["pc-dimm"],
+        Bus::Board,
+        Serves::Nothing,
+        &[&[
+            ("addr", Number),
+            ("memdev", Word),
+            ("node", Number),
+            ("slot", Number),
+        ]],
+    ),
+    model(
+        &["isa-debugcon"],
+        Bus::Board,
+        Serves::Terminal,
+        &[BOARD, &[("readback", Number)]],
+    ),
+    model(
+        &["isa-applesmc"],
+        Bus::Board,
+        Serves::Nothing,
+        &[BOARD, &[("osk", Text)]],
+    ),
+    model(&["vmcoreinfo"], Bus::Board, Serves::Nothing, &[]),
+];
+
+/// vCPUs that were plugged in, of any model.
+const CPUS: Model = model(
+    &[],
+    Bus::Board,
+    Serves::Nothing,
+    &[&[
+        ("cluster-id", Number),
+        ("core-id", Number),
+        ("die-id", Number),
+        ("module-id", Number),
+        ("node-id", Number),
+        ("socket-id", Number),
+        ("thread-id", Number),
+    ]],
+);
+
+/// Returns the model of a vCPU.
+pub(super) fn cpu(name: &str) -> Option<&'static Model> {
+    let model = name.strip_suffix(CPU)?;
+    crate::description::is_name(model, 64).then_some(&CPUS)
+}
+
+/// Returns whether a model is a vCPU's.
+pub(crate) fn is_cpu(name: &str) -> bool {
+    cpu(name).is_some()
+}
+
+/// The limits on a disk's requests, as QEMU names them.
+pub(crate) const LIMITS: [&str; 19] = [
+    "bps",
+    "bps_max",
+    "bps_max_length",
+    "bps_rd",
+    "bps_rd_max",
+    "bps_rd_max_length",
+    "bps_wr",
+    "bps_wr_max",
+    "bps_wr_max_length",
+    "iops",
+    "iops_max",
+    "iops_max_length",
+    "iops_rd",
+    "iops_rd_max",
+    "iops_rd_max_length",
+    "iops_size",
+    "iops_wr",
+    "iops_wr_max",
+    "iops_wr_max_length",
+];
+
+const SETTINGS: &[(&str, Kind)] = &[
+    (
+        "audio.model",
+        OneOf(&[
+            "ac97",
+            "adlib",
+            "cs4231a",
+            "es1370",
+            "gus",
+            "hda",
+            "sb16",
+            "usb-audio",
+            "virtio",
+        ]),
+    ),
+    ("boot.once", Word),
+    ("boot.splash", Bytes),
+    ("global.ICH9-LPC.noreboot", Switch),
+    ("global.ICH9-LPC.x-smi-broadcast", Switch),
+    ("global.ICH9-LPC.x-smi-cpu-hotplug", Switch),
+    ("global.ICH9-LPC.x-smi-cpu-hotunplug", Switch),
+    ("global.PIIX4_PM.acpi-root-pci-hotplug", Switch),
+    ("global.PIIX4_PM.memory-hotplug-support", Switch),
+    ("global.PIIX4_PM.s4_val", Number),
+    ("global.ICH9-LPC.s4_val", Number),
+    ("global.cfi.pflash01.secure", Switch),
+    ("global.hpet.msi", Switch),
+    ("global.hpet.timers", Number),
+    ("global.i440FX-pcihost.pci-hole64-size", Number),
+    ("global.i8042.kbd-throttle", Switch),
+    ("global.mch.extended-tseg-mbytes", Number),
+    ("global.q35-pcihost.pci-hole64-size", Number),
+    ("machine.default-bus-bypass-iommu", Switch),
+    ("machine.hmat", Switch),
+    ("machine.nvdimm", Switch),
+    ("machine.x-oem-id", Text),
+    ("machine.x-oem-table-id", Text),
+    ("memory.maxmem", Number),
+    ("memory.named-by", OneOf(&["id", "path"])),
+    ("memory.slots", Number),
+    ("smp.maxcpus", Number),
+];
+
+/// Returns the values that a setting takes: one of this list, a property of a known model, or a
+/// limit of a disk.
+pub(super) fn setting(name: &str) -> Option<Kind> {
+    let known = SETTINGS.iter().find(|(known, _)| *known == name);
+    if let Some((_, kind)) = known {
+        return Some(*kind);
+    }
+    let (start, last) = name.rsplit_once('.')?;
+    if let Some(model) = start.strip_prefix("global.") {
+        return Model::of(model)?.property(last);
+    }
+    let disk = start.strip_prefix("limit.")?;
+    let sound = crate::description::is_name(disk, 16);
+    match last {
+        "group" => sound.then_some(Word),
+        last => (sound && LIMITS.contains(&last)).then_some(Number),
+    }
+}
