@@ -10,7 +10,7 @@ use longhaul_engine::choose::{Choice, Seen, Why, choose};
 use longhaul_engine::source::{Source, SourceError};
 use longhaul_engine::strategy::{Before, Promise, Strategy};
 use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::config::ImageFormat;
+use longhaul_hypervisor::config::{Image, ImageFormat};
 use longhaul_hypervisor::disk_rate;
 use longhaul_hypervisor::has_open;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
@@ -18,7 +18,7 @@ use longhaul_image::ImageId;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::{Disk as Described, GuestDescription};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
-use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk};
+use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk, is_volume};
 use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -31,6 +31,8 @@ const BLOCK: u64 = BLOCK_SIZE as u64;
 const HOLES_BYTES: u64 = 1 << 30;
 /// Number of blocks that are sampled to estimate the bytes of a disk as sent.
 const SAMPLES: u64 = 128;
+/// Number of blocks of a volume that are sampled to estimate how much of it is used.
+const VOLUME_SAMPLES: u64 = 1024;
 /// Number of holes and data extents that one search may find.
 const HOLES_MAX: usize = 4096;
 
@@ -66,6 +68,8 @@ pub(crate) struct Known {
     /// averages since QEMU started.
     pub(crate) written: BTreeMap<String, f64>,
     usually_written: BTreeMap<String, f64>,
+    /// The sizes that the guest sees, by the disk's name.
+    sizes: BTreeMap<String, u64>,
     /// The id of the QEMU process.
     pid: i32,
     /// The base images that QEMU uses for the disks, by the disk's name.
@@ -96,6 +100,10 @@ impl Known {
             Err(error) => {
                 tracing::warn!(%error, "cannot tell what a guest usually writes to its disks")
             }
+        }
+        match disk_rate::sizes(qmp).await {
+            Ok(sizes) => known.sizes = by_disk(guest, &sizes),
+            Err(error) => tracing::warn!(%error, "cannot tell how large a guest's disks are"),
         }
         if choice == DiskChoice::Auto {
             match disk_rate::measure(qmp).await {
@@ -142,7 +150,10 @@ async fn average(running: &Guest, qmp: &Qmp) -> Result<BTreeMap<String, f64>, Qm
 }
 
 /// Converts values by device path to values by disk name.
-fn by_disk(guest: &GuestDescription, of_device: &BTreeMap<String, f64>) -> BTreeMap<String, f64> {
+fn by_disk<T: Copy>(
+    guest: &GuestDescription,
+    of_device: &BTreeMap<String, T>,
+) -> BTreeMap<String, T> {
     let written = |disk: &Described| {
         let device = exports::device(guest, &disk.name).ok()?;
         Some((disk.name.clone(), *of_device.get(&device)?))
@@ -216,14 +227,14 @@ fn open(
         refused(format!("disk {name}: {}", unwritable.text)).hint(unwritable.hint)
     })?;
     let (format, size, base) = match image.format {
-        ImageFormat::Raw => (DiskFormat::Raw, ExportSize::OfFile, None),
+        ImageFormat::Raw => (DiskFormat::Raw, raw_size(described, image, known), None),
         ImageFormat::Qcow2 => {
             let growing = qcow2::look(name, &image.path)?;
             let unknown = Err("what it stands on in its QEMU is not known".to_owned());
             let seen = known.stands_on.get(name).unwrap_or(&unknown);
             let state = &context.parts.config.state;
             let base = base_images::look(state, name, growing.backing.as_ref(), (seen, known.pid))?;
-            (growing.format, ExportSize::Bytes(growing.longest), base)
+            (growing.format, growing.size, base)
         }
     };
     let disk = RawDisk::open(&image.path, size)
@@ -262,7 +273,8 @@ fn open(
     };
     let allocated_bytes = match file.is_file() {
         true => (file.blocks() * 512).min(image_bytes),
-        false => image_bytes,
+        false => used_bytes(&disk)
+            .map_err(|error| refused(format!("disk {name}: cannot read its volume: {error}")))?,
     };
     Ok(LocalDisk {
         offered: OfferedDisk {
@@ -283,6 +295,32 @@ fn open(
     })
 }
 
+/// Returns the size of a raw disk: that of its file, or what its guest sees of a larger volume.
+fn raw_size(described: &Described, image: &Image, known: &Known) -> ExportSize {
+    match known.sizes.get(&described.name) {
+        Some(bytes) if is_volume(&image.path) => ExportSize::Bytes(*bytes),
+        _ => ExportSize::OfFile,
+    }
+}
+
+/// Estimates the bytes of a volume that are not zero, from a sample: a volume does not report which
+/// parts of it were never written.
+fn used_bytes(disk: &RawDisk) -> io::Result<u64> {
+    let blocks = blocks_of(disk.size_bytes());
+    let samples = blocks.min(VOLUME_SAMPLES);
+    let (mut used, mut block) = (0, [0; BLOCK_SIZE]);
+    for sample in 0..samples {
+        // A block of each part, at a place that differs: content often repeats at regular distances.
+        let part = blocks / samples;
+        let within = sample.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 16;
+        let range = BlockRange::new(sample * part + within % part, 1);
+        read_blocks(disk, range, &mut block).map_err(io::Error::other)?;
+        used += u64::from(!longhaul_codec::is_zero(&block));
+    }
+    let bytes = u128::from(disk.size_bytes()) * u128::from(used) / u128::from(samples.max(1));
+    u64::try_from(bytes).map_err(io::Error::other)
+}
+
 /// Returns which part of a disk a strategy leaves for the drain.
 fn pulled(strategy: Strategy) -> Pulled {
     match (strategy.promise, strategy.before) {
@@ -293,6 +331,11 @@ fn pulled(strategy: Strategy) -> Pulled {
 }
 
 impl LocalDisk {
+    /// Returns whether its image is on a volume. Which parts of it are used is an estimate then.
+    pub(crate) fn is_on_volume(&self) -> bool {
+        is_volume(&self.image)
+    }
+
     /// Returns whether its image grows (qcow2).
     pub(crate) fn grows(&self) -> bool {
         matches!(self.offered.format, DiskFormat::Qcow2(_))

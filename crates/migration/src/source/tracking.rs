@@ -82,7 +82,7 @@ async fn put_in(
     for (n, disk) in disks.iter().enumerate() {
         let of_disk = |why: &dyn Display| FrontError::new(&disk.spec.name, why);
         let (device, nodes) = device_and_nodes(guest, qmp, &disk.spec.name).await?;
-        let (size, image_use) = shown(disk.grows());
+        let (size, image_use) = shown(disk.grows(), &disk.image);
         let of = Below {
             disk: &disk.spec.name,
             image: &disk.image,
