@@ -11,7 +11,7 @@ use std::process::Command;
 const MIB: u64 = 1 << 20;
 /// The kinds of disks, and the sizes of the volumes of paris: larger than the disks.
 const KINDS: [&str; 2] = ["raw,none", "qcow2,writeback"];
-const SIZES: [u64; 2] = [DISK_BYTES + 3 * MIB, 160 * MIB];
+const SIZES: [u64; 2] = [DISK_BYTES + 3 * MIB, 256 * MIB];
 
 /// A volume in the place of an image.
 struct Volume {

@@ -15,7 +15,7 @@ use crate::host::notes::{self, All, NoteStore};
 use crate::host::writable;
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
-use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
+use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
@@ -84,7 +84,10 @@ impl Place {
     pub(crate) fn export_size(&self) -> ExportSize {
         match &self.room {
             Room::File(path) => exports::shown(grows(&self.offered), path).0,
-            Room::Volume(_) if grows(&self.offered) => ExportSize::OfFile,
+            // QEMU may use all of it for a qcow2 image.
+            Room::Volume(room) if grows(&self.offered) => {
+                ExportSize::Bytes(room.volume.size_bytes())
+            }
             Room::Volume(_) => ExportSize::Bytes(self.offered.image_bytes),
         }
     }
@@ -115,10 +118,13 @@ impl Place {
             image_bytes,
             allocated_bytes,
             format,
+            pulled,
             ..
         } = &self.offered;
         let needed = match format {
             DiskFormat::Raw => *image_bytes,
+            // The list of missing blocks is of the whole region.
+            DiskFormat::Qcow2(_) if *pulled != Pulled::Nothing => *image_bytes,
             // The length that it has now, and all of its disk.
             DiskFormat::Qcow2(image) => {
                 let now = image_bytes.saturating_sub(qcow2::growth_bytes(image));
@@ -426,7 +432,7 @@ fn write_over(
     );
     let bytes = match raw {
         true => *image_bytes,
-        false => room.volume.size_bytes(),
+        false => room.volume.size_bytes().min(*image_bytes),
     };
     let disk = RawDisk::over(&room.volume, bytes).map_err(io::Error::other)?;
     let beginning = place.beginning().map_err(io::Error::other)?;

@@ -467,3 +467,78 @@ fn in_the_way(state: &Path, guest: &GuestDescription, note: &Note) -> ApiError {
         file.display()
     ))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_storage::disk::Disk as _;
+
+    #[test]
+    fn the_user_of_qemu_needs_both_permissions() {
+        let brw = 0o060_660;
+        assert!(has_access((brw, 0, 6), 0, &[]));
+        assert!(has_access((brw, 0, 6), 1000, &[100, 6]));
+        assert!(!has_access((brw, 0, 6), 1000, &[100]));
+        assert!(has_access((brw, 1000, 6), 1000, &[]));
+        // The owner's own permissions count, whatever the group may do.
+        assert!(!has_access((0o060_460, 1000, 6), 1000, &[6]));
+        assert!(has_access((0o060_666, 0, 0), 1000, &[100]));
+        assert!(!has_access((0o060_664, 0, 0), 1000, &[100]));
+    }
+
+    #[test]
+    fn sizes_that_look_the_same_are_shown_in_bytes() {
+        assert_eq!(exact(2 << 30, 1 << 30), show_bytes(2 << 30));
+        let shown = exact((4 << 30) + 512, 4 << 30);
+        assert!(shown.contains("4294967808 bytes"), "{shown}");
+    }
+
+    /// A volume is a file here: its identity is not certain, as that of a device is.
+    fn note(path: &Path, guest: &str, state: State) -> Note {
+        let (disk, identity) = identity_of(path).unwrap();
+        Note {
+            guest: guest.to_owned(),
+            disk: "vda".to_owned(),
+            path: path.to_owned(),
+            identity,
+            bytes: Some(disk.size_bytes()),
+            state,
+            content: Some(ContentDigests::take(&disk).unwrap()),
+        }
+    }
+
+    #[test]
+    fn a_note_is_of_one_volume_and_of_its_content() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = folder.path();
+        let path = state.join("volume");
+        fs::write(&path, vec![7; 1 << 20]).unwrap();
+        let arriving = State::Arriving {
+            migration: MigrationId([7; 8]),
+            generation: 3,
+        };
+        for is in [arriving, State::Here, State::Left, State::Aborted] {
+            write(state, &note(&path, "web-7", is)).unwrap();
+            let read = notes_in(state).read(&name_of(&path)).unwrap();
+            assert_eq!((read.state, &*read.guest), (is, "web-7"));
+            let (disk, identity) = identity_of(&path).unwrap();
+            assert!(read.is_unchanged(&disk).unwrap());
+            // A file is never certain to be the volume of a note.
+            assert!(of(state, &identity).unwrap().is_none());
+        }
+        let left = notes_in(state).read(&name_of(&path)).unwrap();
+        fs::write(&path, vec![8; 1 << 20]).unwrap();
+        let (disk, identity) = identity_of(&path).unwrap();
+        assert!(!left.is_unchanged(&disk).unwrap());
+        let unknown = Note {
+            content: None,
+            ..left
+        };
+        assert!(!unknown.is_unchanged(&disk).unwrap());
+        // An unreadable note may be that of any volume.
+        fs::write(notes_in(state).path("0123"), "{").unwrap();
+        let why = of(state, &identity).unwrap_err().to_string();
+        assert!(why.contains("0123.note"), "{why}");
+        assert_ne!(name_of(&path), name_of(state));
+    }
+}

@@ -18,6 +18,7 @@ use longhaul_image::ImageId;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::{Disk as Described, GuestDescription};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
+use longhaul_storage::disk::qcow2::end_bytes;
 use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk, is_volume};
 use std::collections::BTreeMap;
 use std::io;
@@ -359,6 +360,14 @@ impl LocalDisk {
             true => Ok(bytes),
             false => Err(io::Error::other(Outgrown)),
         }
+    }
+
+    /// Returns the image's length in bytes after QEMU has closed it.
+    pub(crate) fn final_bytes(&self) -> io::Result<u64> {
+        if self.grows() && self.is_on_volume() {
+            self.disk.ends_at(end_bytes(&*self.disk)?);
+        }
+        self.image_bytes()
     }
 
     /// Returns the image's current number of blocks. Blocks after them are zero.

@@ -97,6 +97,8 @@ pub struct RawDisk {
     flush_failed: OnceLock<i32>,
     /// Set for a volume whose former content does not count: it reads as zeros.
     clearing: Option<Clearing>,
+    /// Where the image on a device ends, if that is known.
+    end: OnceLock<u64>,
 }
 
 /// The kind of file below a disk.
@@ -165,6 +167,7 @@ impl RawDisk {
             kind,
             flush_failed: OnceLock::new(),
             clearing: None,
+            end: OnceLock::new(),
         })
     }
 
@@ -192,6 +195,7 @@ impl RawDisk {
             kind: Kind::Device,
             flush_failed: OnceLock::new(),
             clearing: Some(Clearing::new(cleared)),
+            end: OnceLock::new(),
         })
     }
 
@@ -217,10 +221,19 @@ impl RawDisk {
         &self.file
     }
 
+    /// Records where an image on a device ends, which the device does not say. It counts as the
+    /// length of its file from then on.
+    pub fn ends_at(&self, bytes: u64) {
+        if self.kind == Kind::Device {
+            self.end.get_or_init(|| bytes.min(self.size_bytes));
+        }
+    }
+
     /// Returns the current length of the file, which for a growing image is not the disk's size.
     pub fn file_bytes(&self) -> io::Result<u64> {
         match self.kind {
-            Kind::Whole | Kind::Device => Ok(self.size_bytes),
+            Kind::Whole => Ok(self.size_bytes),
+            Kind::Device => Ok(self.end.get().copied().unwrap_or(self.size_bytes)),
             Kind::Grows => Ok(self.file.metadata()?.len()),
         }
     }
@@ -234,7 +247,7 @@ impl RawDisk {
         match self.kind {
             Kind::Grows => self.file.set_len(bytes)?,
             // An image on a device may be shorter, and is not cut off.
-            Kind::Device => {}
+            Kind::Device => self.ends_at(bytes),
             Kind::Whole => return Err(Errno::EINVAL.into()),
         }
         self.file.sync_all()

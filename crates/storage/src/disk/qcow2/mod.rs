@@ -2,8 +2,10 @@
 //! behind it, and [the ranges that QEMU reads on opening](opened_with). The format is that of
 //! QEMU's docs/interop/qcow2.txt.
 
+mod end;
 mod opening;
 
+pub use end::end_bytes;
 pub use opening::opened_with;
 
 use longhaul_protocol::disk::Qcow2;
