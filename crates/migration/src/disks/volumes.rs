@@ -10,7 +10,7 @@
 //! |---|---|
 //! | zeros | if the configuration calls it empty |
 //! | this guest's disk, as the guest left it | yes |
-//! | a part of this guest's disk, from a move that was aborted | if the configuration has a word for the volume |
+//! | a part of this guest's disk, from an aborted move | if the configuration has `volume` |
 //! | something that no note knows | if the configuration says that it may be overwritten |
 //! | the disk of another guest that arrived here, or left | no |
 
@@ -129,12 +129,24 @@ impl Note {
     }
 }
 
+/// Why the content of a volume does not count after an aborted move.
+const ABORTED: &str = "with a part of this guest's disk, from an aborted move";
+
 /// A volume that an arriving disk may be written to.
 #[derive(Debug)]
 pub(crate) struct Room {
     pub(crate) volume: Volume,
     /// Why its content does not count, in words.
     pub(crate) why: &'static str,
+}
+
+/// The volume of an image that a disk of a guest arrives for.
+struct Asked<'a> {
+    context: &'a Context,
+    guest: &'a str,
+    name: &'a str,
+    image: &'a Image,
+    of_disk: &'a str,
 }
 
 /// Returns the volume of an image, if a disk of a guest may be written to it. Changes nothing.
@@ -144,100 +156,122 @@ pub(crate) fn look(
     (name, image): (&str, &Image),
     of_disk: &str,
 ) -> Result<Room, Refusal> {
-    let config = &context.parts.config;
-    let (here, state) = (&config.name, &config.state);
-    let refusal = |what: &str, hint: &str| {
+    let asked = Asked {
+        context,
+        guest,
+        name,
+        image,
+        of_disk,
+    };
+    let volume = asked.take()?;
+    let why = asked.permission(&volume)?;
+    Ok(Room { volume, why })
+}
+
+impl Asked<'_> {
+    /// Returns a refusal. It does not show paths of this host to the peer.
+    fn refusal(&self, what: &str, hint: &str) -> Refusal {
+        let here = &self.context.parts.config.name;
+        let (name, of_disk) = (self.name, self.of_disk);
         let text = format!("{here} {what} the volume of the image {name} of {of_disk}");
         refused(text, format!("on {here}: {hint}"))
-    };
-    let unknown = |error: io::Error| {
-        // The refusal does not show paths of this host to the peer.
-        tracing::error!(image = name, %error, "cannot tell what is on its volume");
-        refusal("cannot read", "the agent's log says why")
-    };
-    let busy = exports::uses(state, &image.path);
-    if busy.map_err(|error| invalid(format!("{here}: {error}")))? {
-        return Err(refusal("is not done yet with", "wait a moment"));
     }
-    let volume = Volume::take(&image.path).map_err(|error| {
-        tracing::warn!(image = name, %error, "its volume cannot be used");
-        match error {
-            VolumeError::Busy { .. } => refusal(
-                "has something that uses",
-                "the agent's log says what uses it: let that end, or correct the image's path",
-            ),
-            VolumeError::ReadOnly(_) => refusal(
-                "may only read",
-                "make it writable (blockdev --setrw, or lvchange --permission rw)",
-            ),
-            VolumeError::NoVolume(_) | VolumeError::Io { .. } => refusal(
-                "cannot open",
-                "the agent's log says why; the agent's unit may need DeviceAllow=",
-            ),
-        }
-    })?;
-    if !qemu_may_use(config.hypervisor.qemu.run_as.as_deref(), &image.path).map_err(unknown)? {
-        let hint = "give the user of QEMU (`run_as`) access to it, by a udev rule or by the \
-                    volume's group";
-        return Err(refusal("has a user for QEMU that may not use", hint));
+
+    fn unknown(&self, error: &io::Error) -> Refusal {
+        tracing::error!(image = self.name, %error, "cannot tell what is on its volume");
+        self.refusal("cannot read", "the agent's log says why")
     }
-    let identity = volume.identity().map_err(unknown)?;
-    let (disk, _) = identity_of(&image.path).map_err(unknown)?;
-    let note = of(state, &identity).map_err(unknown)?;
-    let permitted = match &note {
-        Some(note) if note.guest != guest && note.state != State::Aborted => {
-            let text = format!(
-                "the disk of {}, which a move brought to it or left on it, in",
-                note.guest
-            );
-            let file = notes_in(state).path(&name_of(&note.path));
-            let hint = format!(
-                "use another volume; or if {} needs that disk no longer, remove the note {} of \
-                 the state folder",
-                note.guest,
-                shown(&file)
-            );
-            return Err(refusal(&format!("has {text}"), &hint));
+
+    /// Takes the volume, if nothing else uses it.
+    fn take(&self) -> Result<Volume, Refusal> {
+        let config = &self.context.parts.config;
+        let path = &self.image.path;
+        let busy = exports::uses(&config.state, path);
+        if busy.map_err(|error| invalid(format!("{}: {error}", config.name)))? {
+            return Err(self.refusal("is not done yet with", "wait a moment"));
         }
-        Some(note) if note.guest == guest => match note.state {
-            State::Left if note.is_unchanged(&disk).map_err(unknown)? => {
-                Some("as this guest left it")
-            }
-            State::Aborted if image.volume.is_some() => {
-                let same = note.is_unchanged(&disk).map_err(unknown)?;
-                same.then_some("with a part of this guest's disk, from an aborted move")
-            }
-            State::Arriving { .. } if image.volume.is_some() => {
-                Some("with a part of this guest's disk, from an aborted move")
-            }
-            _ => None,
-        },
-        _ => None,
-    };
-    if let Some(why) = permitted {
-        return Ok(Room { volume, why });
+        let volume = Volume::take(path).map_err(|error| {
+            tracing::warn!(image = self.name, %error, "its volume cannot be used");
+            let (what, hint) = match error {
+                VolumeError::Busy { .. } => (
+                    "has something that uses",
+                    "the agent's log says what uses it: let that end, or correct the image's path",
+                ),
+                VolumeError::ReadOnly(_) => (
+                    "may only read",
+                    "make it writable (blockdev --setrw, or lvchange --permission rw)",
+                ),
+                VolumeError::NoVolume(_) | VolumeError::Io { .. } => (
+                    "cannot open",
+                    "the agent's log says why; the agent's unit may need DeviceAllow=",
+                ),
+            };
+            self.refusal(what, hint)
+        })?;
+        let run_as = config.hypervisor.qemu.run_as.as_deref();
+        match qemu_may_use(run_as, path).map_err(|error| self.unknown(&error))? {
+            true => Ok(volume),
+            false => Err(self.refusal(
+                "has a user for QEMU that may not use",
+                "give the user of QEMU (`run_as`) access to it, by a udev rule or by the volume's \
+                 group",
+            )),
+        }
     }
-    let found = volume.look().map_err(unknown)?;
-    match (found, image.volume) {
-        (Found::Zeros, Some(_)) => Ok(Room {
-            volume,
-            why: "empty",
-        }),
-        (Found::Content { .. }, Some(VolumeContent::Overwrite)) if note.is_none() => Ok(Room {
-            volume,
-            why: "with content that may be overwritten",
-        }),
-        (Found::Zeros, None) => Err(refusal(
-            "has no word in its configuration that a guest may be written to",
-            "write `volume = \"empty\"` below its path, if it is the right one",
-        )),
-        (Found::Content { byte, what }, _) => {
-            let what = what.unwrap_or("content");
-            let text = format!("does not write over {what} (at byte {byte}) in");
-            let hint = "use another volume; or if nothing on it is needed, zero it (blkdiscard \
-                        --zeroout) and write `volume = \"empty\"` below its path";
-            Err(refusal(&text, hint))
+
+    /// Returns why the volume's content does not count, in words.
+    fn permission(&self, volume: &Volume) -> Result<&'static str, Refusal> {
+        let state = &self.context.parts.config.state;
+        let read = || -> io::Result<_> {
+            let note = of(state, &volume.identity()?)?;
+            let (disk, _) = identity_of(volume.path())?;
+            let same = note.as_ref().map(|note| note.is_unchanged(&disk));
+            Ok((note, same.transpose()?.unwrap_or_default()))
+        };
+        let (note, is_unchanged) = read().map_err(|error| self.unknown(&error))?;
+        let word = self.image.volume;
+        if let Some(note) = &note {
+            match note.state {
+                _ if note.guest != self.guest && note.state != State::Aborted => {
+                    return Err(self.belongs_to(note));
+                }
+                _ if note.guest != self.guest => {}
+                State::Left if is_unchanged => return Ok("as this guest left it"),
+                State::Aborted if is_unchanged && word.is_some() => return Ok(ABORTED),
+                State::Arriving { .. } if word.is_some() => return Ok(ABORTED),
+                _ => {}
+            }
         }
+        match (volume.look().map_err(|error| self.unknown(&error))?, word) {
+            (Found::Zeros, Some(_)) => Ok("empty"),
+            (Found::Content { .. }, Some(VolumeContent::Overwrite)) if note.is_none() => {
+                Ok("with content that may be overwritten")
+            }
+            (Found::Zeros, None) => Err(self.refusal(
+                "has no word in its configuration that a guest may be written to",
+                "write `volume = \"empty\"` below its path, if it is the right one",
+            )),
+            (Found::Content { byte, what }, _) => {
+                let what = what.unwrap_or("content");
+                let text = format!("does not write over {what} (at byte {byte}) in");
+                let hint = "use another volume; or if nothing on it is needed, zero it \
+                            (blkdiscard --zeroout) and write `volume = \"empty\"` below its path";
+                Err(self.refusal(&text, hint))
+            }
+        }
+    }
+
+    /// Returns the refusal for a volume with the disk of another guest.
+    fn belongs_to(&self, note: &Note) -> Refusal {
+        let state = &self.context.parts.config.state;
+        let file = shown(&notes_in(state).path(&name_of(&note.path)));
+        let owner = &note.guest;
+        let text = format!("has the disk of {owner}, which a move brought to it or left on it, in");
+        let hint = format!(
+            "use another volume; or if {owner} needs that disk no longer, remove the note {file} \
+             in the state folder"
+        );
+        self.refusal(&text, &hint)
     }
 }
 

@@ -311,7 +311,7 @@ fn used_bytes(disk: &RawDisk) -> io::Result<u64> {
     let samples = blocks.min(VOLUME_SAMPLES);
     let (mut used, mut block) = (0, [0; BLOCK_SIZE]);
     for sample in 0..samples {
-        // A block of each part, at a place that differs: content often repeats at regular distances.
+        // A block of each part, at changing places: content often repeats at regular distances.
         let part = blocks / samples;
         let within = sample.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 16;
         let range = BlockRange::new(sample * part + within % part, 1);

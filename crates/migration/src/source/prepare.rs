@@ -305,8 +305,8 @@ impl Preparing {
                 terms,
                 patience: Duration::from_millis(self.request.patience_ms),
                 downtime,
-                // No time limit with disks: base images, and volumes that are cleared first, may take
-                // long. The destination reports if one fails.
+                // No time limit with disks: base images, and volumes that are cleared first, may
+                // take long. The destination reports if one fails.
                 launch_within: disks.is_empty().then_some(OFFER_WITHIN),
                 verify: offer.verify,
                 drains: disks.iter().any(may_be_left),

@@ -1,5 +1,4 @@
-//! Where the content of an image ends, by its refcounts: on a volume, the length of the file does not
-//! say it.
+//! Finds where the content of an image ends, by its refcounts: the size of a volume does not say it.
 
 use super::{HEAD_BYTES, read, word_at};
 use crate::disk::Disk;
