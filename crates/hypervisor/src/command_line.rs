@@ -58,6 +58,8 @@ pub(crate) struct Surroundings<'a> {
     pub(crate) taps: &'a BTreeMap<usize, String>,
     /// The base images of disks, by the disks' names: raw and read-only.
     pub(crate) bases: &'a BTreeMap<String, Base>,
+    /// The sizes of raw disks that are smaller than their volumes, by the disks' names.
+    pub(crate) sizes: &'a BTreeMap<String, u64>,
     pub(crate) incoming: bool,
 }
 
@@ -315,6 +317,7 @@ pub(crate) fn disk_nodes(
         shared: disk.shared,
         read_only: disk.read_only,
         base: base.as_deref(),
+        size: around.sizes.get(name).copied(),
     };
     nodes(line, &file, &format, image, &used);
     Ok(format)
@@ -332,6 +335,8 @@ pub(crate) struct Used<'a> {
     pub(crate) read_only: bool,
     /// The node of its base image; where absent, the image names it itself.
     pub(crate) base: Option<&'a str>,
+    /// The size of a raw disk, if its volume is larger.
+    pub(crate) size: Option<u64>,
 }
 
 /// Emits the nodes of an image.
@@ -354,6 +359,9 @@ pub(crate) fn nodes(line: &mut Line, file: &str, format: &str, image: &Image, us
     });
     if let Some(base) = used.base {
         format_node["backing"] = base.into();
+    }
+    if let (ImageFormat::Raw, Some(size)) = (image.format, used.size) {
+        format_node["size"] = size.into();
     }
     line.option("-blockdev", file_node.to_string());
     line.option("-blockdev", format_node.to_string());
@@ -448,12 +456,14 @@ mod tests {
     ) -> String {
         let folder = GuestFolder::new(Path::new("/s,t"), &description.name).unwrap();
         let taps = BTreeMap::from([(0, "lh0".to_owned())]);
+        let sizes = BTreeMap::from([("sized".to_owned(), 12_288)]);
         let around = Surroundings {
             config,
             accelerator: Accelerator::Tcg,
             folder: &folder,
             taps: &taps,
             bases,
+            sizes: &sizes,
             incoming,
         };
         arguments(description, &around).unwrap().join(" ")

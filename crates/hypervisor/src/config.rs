@@ -118,6 +118,20 @@ pub struct Image {
     /// The same file on another host, where neither host can detect that: the operator's statement.
     #[serde(default)]
     pub same_file_as: Option<SameFile>,
+    /// Whether an arriving disk may be written to it, if it is a volume, and over what.
+    #[serde(default)]
+    pub volume: Option<VolumeContent>,
+}
+
+/// The operator's statement about what is on a volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum VolumeContent {
+    /// Nothing: it reads as zeros. That is checked.
+    Empty,
+    /// Something that is not needed. This applies until a guest has arrived on it for the first
+    /// time.
+    Overwrite,
 }
 
 /// A file of another host, written as `HOST:PATH`.

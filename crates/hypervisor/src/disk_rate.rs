@@ -1,4 +1,4 @@
-//! Measures how much a guest writes to its disks, by QEMU's counters.
+//! Measures how much a guest writes to its disks, by QEMU's counters, and how large they are.
 
 use crate::disk::device_path;
 use crate::qmp::{Qmp, QmpError};
@@ -34,6 +34,22 @@ pub async fn average(qmp: &Qmp, age: Duration) -> Result<BTreeMap<String, f64>, 
         .collect())
 }
 
+/// Returns the size of each disk as its guest sees it, in bytes, by the path of the disk's device
+/// in QEMU.
+pub async fn sizes(qmp: &Qmp) -> Result<BTreeMap<String, u64>, QmpError> {
+    Ok(shown_sizes(&qmp.query("query-block").await?))
+}
+
+fn shown_sizes(blocks: &Value) -> BTreeMap<String, u64> {
+    let blocks = blocks.as_array().map(Vec::as_slice).unwrap_or_default();
+    let of_one = |one: &Value| {
+        let device = one["qdev"].as_str()?;
+        let bytes = one["inserted"]["image"]["virtual-size"].as_u64()?;
+        Some((device.to_owned(), bytes))
+    };
+    blocks.iter().filter_map(of_one).collect()
+}
+
 /// Returns the bytes written to each device so far.
 fn written(stats: &Value) -> BTreeMap<String, u64> {
     let stats = stats.as_array().map(Vec::as_slice).unwrap_or_default();
@@ -67,5 +83,16 @@ mod tests {
             (4096, 0)
         );
         assert!(super::written(&json!({})).is_empty());
+    }
+
+    #[test]
+    fn a_disk_is_as_large_as_its_guest_sees_it() {
+        let blocks = json!([
+            {"qdev": "blk-data", "inserted": {"image": {"virtual-size": 12_288}}},
+            {"qdev": "empty-cd"},
+            {"device": "floppy0", "inserted": {"image": {"virtual-size": 1}}},
+        ]);
+        let sizes = shown_sizes(&blocks);
+        assert_eq!(sizes, [("blk-data".to_owned(), 12_288)].into());
     }
 }

@@ -62,6 +62,8 @@ pub struct Launch<'a> {
     /// The base images of its disks, by the disks' names; other images name their backing files
     /// themselves.
     pub bases: &'a BTreeMap<String, Base>,
+    /// The sizes of raw disks that are smaller than their volumes, by the disks' names.
+    pub sizes: &'a BTreeMap<String, u64>,
 }
 
 /// Why a guest was not launched. Nothing of it remains, except where stated.
@@ -163,6 +165,7 @@ impl Launch<'_> {
             folder: &folder,
             taps: &taps,
             bases: self.bases,
+            sizes: self.sizes,
             incoming: self.role == Role::Destination,
         };
         let arguments = arguments(self.description, &around)?;

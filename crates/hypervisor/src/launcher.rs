@@ -67,6 +67,7 @@ impl Launcher {
             description,
             generation,
             bases,
+            sizes,
             sender,
         } = incoming;
         let capabilities = self.prober.capabilities().await;
@@ -82,6 +83,7 @@ impl Launcher {
             accelerator: capabilities.accelerator,
             generation,
             bases: &bases,
+            sizes: &sizes,
         };
         let launched = launch.run(&self.config).await;
         let (recorded, qmp) = launched.map_err(not_launched)?;

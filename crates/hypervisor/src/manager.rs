@@ -276,6 +276,8 @@ pub struct IncomingGuest {
     /// The base images of its disks, by the disks' names; other images name their backing files
     /// themselves.
     pub bases: BTreeMap<String, Base>,
+    /// The sizes of raw disks that are smaller than their volumes, by the disks' names.
+    pub sizes: BTreeMap<String, u64>,
     /// The host that sends it.
     pub sender: HostId,
 }

@@ -140,6 +140,7 @@ async fn what_a_running_qemu_cannot_take_along_is_refused() {
                 locks: true,
                 local: false,
                 same_file_as: None,
+                volume: None,
             };
             qcow2(&image.path);
             host.config.images.insert("q".to_owned(), image);

@@ -26,6 +26,7 @@ async fn launch(manager: &dyn GuestManager) -> Launched {
         description: guest(MACHINES[0]),
         generation: 1,
         bases: Default::default(),
+        sizes: Default::default(),
         sender: SENDER,
     };
     manager.launch_incoming(incoming).await.unwrap()
@@ -85,6 +86,7 @@ async fn a_guest_without_an_emulator_is_unsuitable() {
         description: guest("pc-q35-1.0"),
         generation: 1,
         bases: Default::default(),
+        sizes: Default::default(),
         sender: SENDER,
     };
     let error = manager.launch_incoming(incoming).await.unwrap_err();

@@ -205,6 +205,7 @@ fn flash(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveError> {
         locks: true,
         local: false,
         same_file_as: None,
+        volume: None,
     };
     let used = Used {
         read_only: true,

@@ -103,6 +103,7 @@ impl Host {
             accelerator: Accelerator::Tcg,
             generation: 1,
             bases: &Default::default(),
+            sizes: &Default::default(),
         };
         launch.run(&self.config).await
     }

@@ -14,6 +14,7 @@ mod monitor;
 mod rest;
 mod stage;
 mod tracked;
+mod volumes;
 
 use longhaul_api::{Outcome, Phase};
 use longhaul_lab::process::wait_until;

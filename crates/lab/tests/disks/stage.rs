@@ -575,7 +575,7 @@ impl Drop for Room {
 }
 
 /// Creates the device nodes of loop devices, which containers often lack.
-fn make_loop_nodes() {
+pub(crate) fn make_loop_nodes() {
     let control = [("loop-control".to_owned(), SFlag::S_IFCHR, 10, 237)];
     let devices = (0..8).map(|minor| (format!("loop{minor}"), SFlag::S_IFBLK, 7, minor));
     for (name, kind, major, minor) in control.into_iter().chain(devices) {
@@ -777,6 +777,7 @@ fn images(disks: impl Iterator<Item = (PathBuf, LocalDisk)>) -> toml::Table {
             ("path".to_owned(), path.display().to_string().into()),
             ("format".to_owned(), disk.kind.format.name().into()),
             ("direct".to_owned(), (disk.kind.cache == Cache::None).into()),
+            ("volume".to_owned(), "empty".into()),
         ]);
         (disk.image, toml::Value::from(table))
     };

@@ -18,7 +18,7 @@ use longhaul_hypervisor::manager::{Found, GuestManager};
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_migration::host::state::Parts;
 use longhaul_migration::host::{atomic_file, base_images, descriptions};
-use longhaul_migration::{Holder, Manager, Right, coming_bases};
+use longhaul_migration::{Holder, Manager, Right, coming_bases, disk_sizes};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::Verdict;
 use serde_json::{Value, json};
@@ -415,6 +415,7 @@ async fn launch(
         .emulator_for(&description.machine)
         .unwrap_or(&capabilities.default);
     let bases = block_in_place(|| base_images::for_launch(config, description))?;
+    let sizes = block_in_place(|| disk_sizes(config, description))?;
     let launch = Launch {
         description,
         role: Role::Fresh,
@@ -422,6 +423,7 @@ async fn launch(
         accelerator: capabilities.accelerator,
         generation: generation.unwrap_or(0),
         bases: &bases,
+        sizes: &sizes,
     };
     keep_description(parts, description)?;
     launch.run(config).await.map_err(|error| {

@@ -138,6 +138,7 @@ impl Victim {
             accelerator: longhaul_hypervisor::Accelerator::Tcg,
             generation: 0,
             bases: &Default::default(),
+            sizes: &Default::default(),
         };
         let (guest, qmp) = launch.run(&config).await.unwrap();
         let machine = observe(&qmp).await.unwrap();

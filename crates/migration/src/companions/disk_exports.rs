@@ -50,7 +50,8 @@ impl Companion for Arrival {
             let pulled = pulled.map(|place| Comes {
                 pulled: place.offered.pulled,
                 name: place.offered.name.clone(),
-                image: place.path.clone(),
+                image: place.path().to_owned(),
+                size: place.export_size(),
                 grows: grows(&place.offered),
             });
             let pulled: Vec<Comes> = pulled.collect();

@@ -6,7 +6,7 @@ use crate::destination::disks::Disks;
 use crate::destination::local_content::Kept;
 use crate::destination::receiver::{Receiving, Store};
 use crate::disks::exports::{self, Comes, Coming, FrontError};
-use crate::disks::read_blocks;
+use crate::disks::{read_blocks, volumes};
 use crate::limits::peer_quota::Admission;
 use crate::limits::shared_dedup::{Look, Shown};
 use crate::status::usage::{Meter, Usage};
@@ -32,6 +32,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
+use tokio::task::block_in_place;
 
 /// Why the QEMU of an arriving guest failed.
 #[derive(Debug, thiserror::Error)]
@@ -151,10 +152,14 @@ impl DestinationQemu {
     ) -> Result<Self, DestinationQemuError> {
         let meter = Meter::start();
         let guests = context.parts.guests.clone();
+        let config = &context.parts.config.hypervisor;
+        let sizes = block_in_place(|| volumes::sizes(config, &offer.guest));
+        let sizes = sizes.map_err(|error| io::Error::other(error.message))?;
         let incoming = IncomingGuest {
             description: offer.guest.clone(),
             generation: offer.generation.0,
             bases,
+            sizes,
             sender: admission.sender(),
         };
         let Launched {

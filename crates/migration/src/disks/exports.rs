@@ -6,7 +6,7 @@
 
 use crate::context::Context;
 use crate::disks::export_notes::{self, ExportNote, Notes, Unreadable};
-use crate::disks::qcow2;
+use crate::disks::{qcow2, volumes};
 use crate::host::notes::{self, NoteStore};
 use crate::host::set_aside::set_aside;
 use crate::status::registry::Taken;
@@ -19,7 +19,7 @@ use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::{MigrationId, RegionId};
-use longhaul_storage::disk::{ExportSize, ImageIdentity, ImageUse};
+use longhaul_storage::disk::{ExportSize, ImageIdentity, ImageUse, is_volume};
 use longhaul_storage::front::arriving::masks::Masks;
 use longhaul_storage::front::{FrontFolder, FrontSpec};
 use longhaul_storage::nbd::ExportName;
@@ -117,8 +117,9 @@ pub(crate) struct Tracks {
 }
 
 /// Returns the size that QEMU sees of an image, and the locks that QEMU would take on it.
-pub(crate) fn shown(grows: bool) -> (ExportSize, ImageUse) {
+pub(crate) fn shown(grows: bool, image: &Path) -> (ExportSize, ImageUse) {
     match grows {
+        true if is_volume(image) => (ExportSize::OfFile, ImageUse::Growing),
         true => (qcow2::SHOWN, ImageUse::Growing),
         false => (ExportSize::OfFile, ImageUse::Raw),
     }
@@ -198,10 +199,17 @@ impl Noted {
 
     /// Ends the supervisor and server after their guest's QEMU has ended. Sets the image aside if
     /// the guest has moved away.
-    async fn end(&mut self, moved: bool) -> Result<(), FrontError> {
+    async fn end(&mut self, state: &Path, moved: bool) -> Result<(), FrontError> {
         self.stop().await?;
         if moved && self.note.arriving.is_none() {
-            set_aside(&self.note.image).map_err(|error| self.error(&error))?;
+            let Note {
+                guest, disk, image, ..
+            } = &self.note;
+            let done = match is_volume(image) {
+                true => volumes::left(state, guest, disk, image),
+                false => set_aside(image),
+            };
+            done.map_err(|error| self.error(&error))?;
         }
         self.remove()
     }
@@ -422,6 +430,8 @@ pub(crate) struct Comes {
     pub(crate) pulled: Pulled,
     pub(crate) name: String,
     pub(crate) image: PathBuf,
+    /// The size that QEMU sees.
+    pub(crate) size: ExportSize,
     /// Whether the image can grow.
     pub(crate) grows: bool,
 }
@@ -440,13 +450,13 @@ pub(crate) async fn put_in_for(
     for (n, disk) in disks.iter().enumerate() {
         let of_disk = |why: &dyn Display| FrontError::new(&disk.name, why);
         let (device, nodes) = device_and_nodes(guest, qmp, (&disk.name, &disk.image)).await?;
-        let (size, image_use) = shown(disk.grows);
+        let (_, image_use) = shown(disk.grows, &disk.image);
         let of = Below {
             device,
             nodes: &nodes,
             disk: &disk.name,
             image: &disk.image,
-            size,
+            size: disk.size,
             image_use,
             arriving: Some(Coming {
                 pulled: disk.pulled,
@@ -526,7 +536,7 @@ pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
         }
     };
     for mut noted in noted.into_iter().filter(|noted| !noted.tracks()) {
-        if let Err(error) = noted.end(moved).await {
+        if let Err(error) = noted.end(state, moved).await {
             tracing::error!(guest, %error, "files of a disk export remain");
         }
     }
@@ -535,9 +545,12 @@ pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
 /// Returns whether an export still uses this image.
 pub(crate) fn uses(state: &Path, image: &Path) -> io::Result<bool> {
     let Notes { noted, unreadable } = all_notes(state)?;
-    let by_note = noted.iter().any(|noted| noted.note.image == image);
+    // A volume has several names.
+    let found = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let same = |other: &Path| other == image || found(other) == found(image);
+    let by_note = noted.iter().any(|noted| same(&noted.note.image));
     // An export without a description has no image.
-    let described = |one: &Unreadable| one.folder().spec().is_ok_and(|spec| spec.image == image);
+    let described = |one: &Unreadable| one.folder().spec().is_ok_and(|spec| same(&spec.image));
     Ok(by_note || unreadable.iter().any(described))
 }
 

@@ -8,17 +8,19 @@
 //! removed if it says that the guest does not come.
 
 use crate::context::Context;
+use crate::disks::exports;
+use crate::disks::volumes::{self, Begins};
 use crate::disks::{blocks_of, has_format};
 use crate::host::notes::{self, All, NoteStore};
 use crate::host::writable;
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
-use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
+use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{MigrationId, RegionId, RegionKind, RegionSpec};
-use longhaul_storage::disk::{ExportSize, RawDisk, qcow2};
+use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk, Volume, Zeros, is_volume, qcow2};
 use longhaul_storage::{Holder, SetAside, file_name, read_sound_journal};
 use nix::sys::statvfs::statvfs;
 use serde::{Deserialize, Serialize};
@@ -32,11 +34,33 @@ use std::sync::Arc;
 /// Space that stays free on a file system beside the disks, in bytes.
 const SPARE_BYTES: u64 = 64 << 20;
 
-/// An offered disk, and the path of its image on this host.
+/// The beginning of a volume that is cleared before QEMU opens it, in bytes. In a qcow2 image, QEMU
+/// reads its tables there.
+const CLEARED_FIRST: usize = 64 << 20;
+
+/// Where the image of a disk is on this host.
+#[derive(Debug)]
+pub(crate) enum Room {
+    /// A file will be made at this path.
+    File(PathBuf),
+    /// It will be written to this volume.
+    Volume(volumes::Room),
+}
+
+impl Room {
+    pub(crate) fn path(&self) -> &Path {
+        match self {
+            Self::File(path) => path,
+            Self::Volume(room) => room.volume.path(),
+        }
+    }
+}
+
+/// An offered disk, and the place of its image on this host.
 #[derive(Debug)]
 pub(crate) struct Place {
     pub(crate) offered: OfferedDisk,
-    pub(crate) path: PathBuf,
+    room: Room,
 }
 
 impl Place {
@@ -45,7 +69,27 @@ impl Place {
     }
 
     pub(crate) fn path(&self) -> &Path {
-        &self.path
+        self.room.path()
+    }
+
+    /// Returns the volume that the disk is written to, if it is not written to a file.
+    pub(crate) fn volume(&self) -> Option<&Volume> {
+        match &self.room {
+            Room::File(_) => None,
+            Room::Volume(room) => Some(&room.volume),
+        }
+    }
+
+    /// Returns the size that its disk export shows.
+    pub(crate) fn export_size(&self) -> ExportSize {
+        match &self.room {
+            Room::File(path) => exports::shown(grows(&self.offered), path).0,
+            // QEMU may use all of it for a qcow2 image.
+            Room::Volume(room) if grows(&self.offered) => {
+                ExportSize::Bytes(room.volume.size_bytes())
+            }
+            Room::Volume(_) => ExportSize::Bytes(self.offered.image_bytes),
+        }
     }
 
     /// Returns the header that QEMU needs to open the image. It is shorter than a block. No image
@@ -62,6 +106,32 @@ impl Place {
             true => ExportSize::Bytes(self.offered.image_bytes),
             false => ExportSize::OfFile,
         }
+    }
+
+    /// Returns an error if its volume is too small.
+    fn check_size(&self, here: &str) -> Result<(), Refusal> {
+        let Room::Volume(room) = &self.room else {
+            return Ok(());
+        };
+        let OfferedDisk {
+            name,
+            image_bytes,
+            allocated_bytes,
+            format,
+            pulled,
+            ..
+        } = &self.offered;
+        let needed = match format {
+            DiskFormat::Raw => *image_bytes,
+            // The list of missing blocks is of the whole region.
+            DiskFormat::Qcow2(_) if *pulled != Pulled::Nothing => *image_bytes,
+            // The length that it has now, and all of its disk.
+            DiskFormat::Qcow2(image) => {
+                let now = image_bytes.saturating_sub(qcow2::growth_bytes(image));
+                now.max(*allocated_bytes).max(qcow2::full_bytes(image))
+            }
+        };
+        volumes::check_size(here, name, &room.volume, needed)
     }
 }
 
@@ -86,12 +156,12 @@ pub(crate) fn invalid(text: impl Into<String>) -> Refusal {
     }
 }
 
-/// Returns the path for a disk of a description, if an image can be created there.
+/// Returns the place for a disk of a description, if an image can be created there.
 pub(crate) fn look_for_room(
     context: &Context,
     guest: &GuestDescription,
     name: &str,
-) -> Result<PathBuf, Refusal> {
+) -> Result<Room, Refusal> {
     let described = guest.disks.iter().find(|disk| disk.name == name);
     let Some(described) = described.filter(|disk| disk.is_local()) else {
         return Err(invalid(format!(
@@ -99,7 +169,15 @@ pub(crate) fn look_for_room(
             guest.name
         )));
     };
-    free_path(context, &described.image, &format!("disk {name}"))
+    let of = format!("disk {name}");
+    let images = &context.parts.config.hypervisor.images;
+    if let Some(image) = images.get(&described.image)
+        && is_volume(&image.path)
+    {
+        let image = (described.image.as_str(), image);
+        return volumes::look(context, &guest.name, image, &of).map(Room::Volume);
+    }
+    free_path(context, &described.image, &of).map(Room::File)
 }
 
 /// Returns the path of an image of the configuration, if a file can be created there. `of` says
@@ -127,7 +205,8 @@ pub(crate) fn free_path(context: &Context, image: &str, of: &str) -> Result<Path
     if path.starts_with("/dev") {
         return Err(refusal(
             "would have to make a volume for",
-            "give the image a path for a file",
+            "make the volume, which must exist before a guest comes (lvcreate), or give the image \
+             a path for a file",
         ));
     }
     if !path.parent().is_some_and(Path::is_dir) {
@@ -139,7 +218,7 @@ pub(crate) fn free_path(context: &Context, image: &str, of: &str) -> Result<Path
         let hint = "longhaul doctor says what the agent's unit lacks (ReadWritePaths=)";
         return Err(refusal("may not write in the folder of", hint));
     }
-    let busy = crate::disks::exports::uses(&config.state, &path);
+    let busy = exports::uses(&config.state, &path);
     if busy.map_err(|error| invalid(format!("{here}: {error}")))? {
         return Err(refusal("is not done yet with", "wait a moment"));
     }
@@ -178,7 +257,7 @@ pub(crate) fn places(
     }
     let mut places = Vec::new();
     for disk in disks {
-        let path = look_for_room(context, &offer.guest, &disk.name)?;
+        let room = look_for_room(context, &offer.guest, &disk.name)?;
         let described = offer.guest.disks.iter().find(|one| one.name == disk.name);
         let images = &context.parts.config.hypervisor.images;
         let image = described.and_then(|described| images.get(&described.image));
@@ -198,8 +277,9 @@ pub(crate) fn places(
         }
         let place = Place {
             offered: disk.clone(),
-            path,
+            room,
         };
+        place.check_size(here)?;
         let beginning = place.beginning();
         beginning.map_err(|error| invalid(format!("{here}: disk {}: {error}", disk.name)))?;
         places.push(place);
@@ -220,7 +300,10 @@ pub(crate) fn is_too_little(free: u64, needed: u64) -> bool {
 
 /// Checks that the file systems have the space that the disks use at the source.
 fn enough_room(here: &str, places: &[Place]) -> Result<(), Refusal> {
-    let folder = |place: &Place| place.path.parent().map(Path::to_owned);
+    let folder = |place: &Place| match &place.room {
+        Room::File(path) => path.parent().map(Path::to_owned),
+        Room::Volume(_) => None,
+    };
     for place in places {
         let Some(above) = folder(place) else { continue };
         let Some(free) = free_bytes(&above) else {
@@ -230,6 +313,19 @@ fn enough_room(here: &str, places: &[Place]) -> Result<(), Refusal> {
             .iter()
             .filter(|other| folder(other) == Some(above.clone()));
         let needed: u64 = same.map(|other| other.offered.allocated_bytes).sum();
+        let whole: u64 = places
+            .iter()
+            .filter(|other| folder(other) == Some(above.clone()) && !grows(&other.offered))
+            .map(|other| other.offered.image_bytes)
+            .sum();
+        if !is_too_little(free, needed) && is_too_little(free, whole) {
+            tracing::warn!(
+                free = show_bytes(free),
+                used = show_bytes(needed),
+                sizes = show_bytes(whole),
+                "the guest's disks fit because they are not full: their file system may fill up"
+            );
+        }
         if is_too_little(free, needed) {
             let text = format!(
                 "{here} has {} free for the guest's disks, and they take {}",
@@ -285,19 +381,67 @@ pub(crate) fn make(
     places: &[Place],
 ) -> io::Result<Vec<Arc<RawDisk>>> {
     let new = |place: &Place| {
-        Ok(NewImage {
-            path: place.path.clone(),
+        let Room::File(path) = &place.room else {
+            return Ok(None);
+        };
+        Ok(Some(NewImage {
+            path: path.clone(),
             beginning: place.beginning().map_err(io::Error::other)?,
             bytes: place.offered.image_bytes,
-        })
+        }))
     };
-    let new: Vec<NewImage> = places.iter().map(new).collect::<io::Result<_>>()?;
+    let new = places.iter().filter_map(|place| new(place).transpose());
+    let new: Vec<NewImage> = new.collect::<io::Result<_>>()?;
     create(context, offer, None, &new)?;
     let open = |place: &Place| {
-        let disk = RawDisk::open(&place.path, place.size()).map_err(io::Error::other)?;
+        let disk = match &place.room {
+            Room::File(path) => RawDisk::open(path, place.size()).map_err(io::Error::other)?,
+            Room::Volume(room) => write_over(context, offer, place, room)?,
+        };
         Ok(Arc::new(disk))
     };
     places.iter().map(open).collect()
+}
+
+/// Begins to write a disk to its volume: from here on, the volume's former content does not count.
+fn write_over(
+    context: &Context,
+    offer: &Offer,
+    place: &Place,
+    room: &volumes::Room,
+) -> io::Result<RawDisk> {
+    let OfferedDisk {
+        name, image_bytes, ..
+    } = &place.offered;
+    let raw = !grows(&place.offered);
+    let begins = Begins {
+        guest: &offer.guest.name,
+        disk: name,
+        volume: &room.volume,
+        bytes: raw.then_some(*image_bytes),
+        migration: offer.migration,
+        generation: offer.generation.0 + 1,
+    };
+    volumes::begin(&context.parts.config.state, &begins)?;
+    tracing::info!(
+        guest = offer.guest.name,
+        disk = name,
+        volume = %room.volume.path().display(),
+        was = room.why,
+        "the disk is written to its volume"
+    );
+    let bytes = match raw {
+        true => *image_bytes,
+        false => room.volume.size_bytes().min(*image_bytes),
+    };
+    let disk = RawDisk::over(&room.volume, bytes).map_err(io::Error::other)?;
+    let beginning = place.beginning().map_err(io::Error::other)?;
+    let first = (disk.size_bytes()).min(CLEARED_FIRST as u64);
+    if !raw {
+        disk.zero(0..first, Zeros::MayBeHole)?;
+    }
+    disk.write(0, &beginning)?;
+    Ok(disk)
 }
 
 /// An image that is to be created.
@@ -369,7 +513,7 @@ pub(crate) fn create(
 
 /// The decision about images that were created.
 #[derive(Debug, PartialEq, Eq)]
-enum Fate {
+pub(crate) enum Fate {
     Stay,
     Go,
     /// Not decided yet.
@@ -391,12 +535,13 @@ pub(crate) fn sweep(context: &Context) {
             tracing::error!(note = name, %error, "what was made for a disk is left over");
         }
     }
+    volumes::sweep(context);
 }
 
 fn sweep_one(context: &Context, name: &str, note: &Note) -> io::Result<()> {
     let migration = name.split('.').next().unwrap_or(name).parse();
     let migration = migration.map_err(|_| io::Error::other("it has no migration's name"))?;
-    match fate(context, migration, note)? {
+    match fate(context, migration, (&note.guest, note.generation))? {
         Fate::Open => return Ok(()),
         Fate::Stay => {}
         Fate::Go => {
@@ -410,7 +555,13 @@ fn sweep_one(context: &Context, name: &str, note: &Note) -> io::Result<()> {
     store(context).remove(name)
 }
 
-fn fate(context: &Context, migration: MigrationId, note: &Note) -> io::Result<Fate> {
+/// Returns the decision about an arriving guest. `generation` is that of the right after the
+/// migration.
+pub(crate) fn fate(
+    context: &Context,
+    migration: MigrationId,
+    (guest, generation): (&str, u64),
+) -> io::Result<Fate> {
     let folder = context.parts.config.state.join("journal");
     let journal = folder.join(file_name(migration));
     if SetAside::of(&folder, migration).exists() {
@@ -429,10 +580,10 @@ fn fate(context: &Context, migration: MigrationId, note: &Note) -> io::Result<Fa
         return Ok(fate);
     }
     // No journal exists. The rights decide.
-    let right = context.rights.get(&note.guest).map_err(io::Error::other)?;
-    let ours = right
-        .is_some_and(|right| right.holder == Holder::Here && right.generation.0 >= note.generation);
-    let runs = context.parts.guests.find(&note.guest)?.is_some();
+    let right = context.rights.get(guest).map_err(io::Error::other)?;
+    let ours =
+        right.is_some_and(|right| right.holder == Holder::Here && right.generation.0 >= generation);
+    let runs = context.parts.guests.find(guest)?.is_some();
     Ok(match ours || runs {
         true => Fate::Stay,
         false => Fate::Go,

@@ -11,7 +11,7 @@ use crate::disks::export_notes::{ACCEPT, CONTENT, beside, forget};
 use crate::disks::exports::{self, LeftDisk, Noted};
 use crate::host::atomic_file;
 use longhaul_protocol::MigrationId;
-use longhaul_storage::disk::{ContentDigests, Disk as _, ImageIdentity, RawDisk};
+use longhaul_storage::disk::{ContentDigests, Disk as _, ImageIdentity, RawDisk, is_volume};
 use serde::{Deserialize, Serialize};
 use std::fmt::Display;
 use std::fs::File;
@@ -46,6 +46,8 @@ impl LeftImage {
         let blocks = blocks_of(disk.size_bytes());
         let fits = match self.left.grows {
             true => blocks <= self.left.blocks,
+            // A disk may be smaller than its volume.
+            false if is_volume(&self.image) => blocks >= self.left.blocks,
             false => blocks == self.left.blocks,
         };
         if !fits {

@@ -10,6 +10,7 @@ pub(crate) mod lazy_base_images;
 pub(crate) mod left_images;
 pub(crate) mod qcow2;
 pub(crate) mod tracked_writes;
+pub(crate) mod volumes;
 
 use longhaul_codec::BlockId;
 use longhaul_hypervisor::config::{Image, ImageFormat};

@@ -18,7 +18,7 @@ use longhaul_storage::disk::{Disk, ExportSize};
 use std::fs;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -30,8 +30,9 @@ pub(crate) const SHOWN: ExportSize = ExportSize::Bytes(1 << 60);
 #[derive(Debug)]
 pub(crate) struct Growing {
     pub(crate) format: DiskFormat,
-    /// The largest size that the image may reach during the migration, in bytes.
-    pub(crate) longest: u64,
+    /// The largest size that the image may reach during the migration: that of its volume, if it is
+    /// on one.
+    pub(crate) size: ExportSize,
     /// The backing file that its header names.
     pub(crate) backing: Option<Backing>,
 }
@@ -44,16 +45,15 @@ pub(crate) fn look(name: &str, image: &Path) -> Result<Growing, ApiError> {
     };
     let failed = |error: &dyn std::fmt::Display| refused(error.to_string());
     let about = fs::metadata(image).map_err(|error| failed(&error))?;
-    if about.file_type().is_block_device() {
-        let why = "a qcow2 image on a volume does not move with its guest, only one in a file";
-        return Err(refused(why.to_owned()).hint("put it where both hosts see it, or into a file"));
-    }
     let head = base_images::head(image).map_err(|error| failed(&error))?;
     let head = qcow2::read(&head).map_err(|error| failed(&error).hint(error.hint().to_owned()))?;
     let longest = about.len().saturating_add(qcow2::growth_bytes(&head.image));
     Ok(Growing {
         format: DiskFormat::Qcow2(head.image),
-        longest: longest.next_multiple_of(BLOCK),
+        size: match about.file_type().is_block_device() {
+            true => ExportSize::OfFile,
+            false => ExportSize::Bytes(longest.next_multiple_of(BLOCK)),
+        },
         backing: head.backing,
     })
 }
@@ -104,7 +104,9 @@ mod tests {
         bytes.resize(200_000, 0);
         fs::write(&path, &bytes).unwrap();
         let growing = look("vda", &path).unwrap();
-        let longest = growing.longest;
+        let ExportSize::Bytes(longest) = growing.size else {
+            panic!("{growing:?}")
+        };
         assert_eq!(growing.format, DiskFormat::Qcow2(IMAGE));
         assert_eq!(growing.backing, None);
         assert!(longest > 200_000 + (8 << 20) && longest.is_multiple_of(4096));

@@ -6,6 +6,7 @@
 //! whenever the right is not here, so no mark is ever missing.
 
 use crate::context::Context;
+use crate::disks::volumes;
 use crate::host::hooks::Step;
 use crate::host::marks::Mark;
 use crate::host::right::Holder;
@@ -15,6 +16,7 @@ use longhaul_api::{ApiError, Check, ErrorCode};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::config::HostConfig;
 use longhaul_protocol::guest::GuestDescription;
+use longhaul_storage::disk::is_volume;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -23,7 +25,11 @@ pub(crate) fn disks(config: &HostConfig, guest: &GuestDescription) -> Vec<PathBu
     guest
         .written_images()
         .filter_map(|name| config.images.get(name))
-        .map(|image| found(&image.path))
+        .map(|image| match is_volume(&image.path) {
+            // What the links to volumes lead to differs from boot to boot.
+            true => image.path.clone(),
+            false => found(&image.path),
+        })
         .collect()
 }
 
@@ -37,7 +43,10 @@ fn taken<'a>(marks: &'a [Mark], guest: &str, disks: &'a [PathBuf]) -> Option<(&'
     let others = marks.iter().filter(|mark| mark.guest != guest);
     others
         .flat_map(|mark| mark.disks.iter().map(move |disk| (mark, disk)))
-        .find(|(_, disk)| disks.contains(&found(disk)) || disks.contains(disk))
+        .find(|(_, disk)| {
+            let mut disks = disks.iter();
+            disks.any(|own| own == *disk || found(own) == found(disk))
+        })
         .map(|(mark, disk)| (mark, disk.as_path()))
 }
 
@@ -128,7 +137,7 @@ impl Context {
             })
             .collect();
         match taken(&away, &guest.name, &disks) {
-            None => Ok(()),
+            None => volumes::may_use(self, guest),
             Some((mark, disk)) => {
                 let Mark {
                     guest: owner,

@@ -39,10 +39,13 @@ impl Unfit {
     pub(crate) fn hint(&self) -> &'static str {
         match self {
             Self::Other(_) => {
-                "with the guest shut down: longhaul image import, longhaul image fetch, and \
-                 qemu-img rebase -u -F raw -b with the path that fetch tells; or make one plain \
-                 image \
-                 of it: qemu-img convert -O qcow2 OLD NEW"
+                "make it one plain image while the guest runs, by QMP: {\"execute\": \
+                 \"block-stream\", \"arguments\": {\"job-id\": \"flatten\", \
+                 \"device\": \"NODE\"}}, where NODE is the disk's format node \
+                 (query-named-block-nodes; disk-NAME if Longhaul has launched the guest), and wait \
+                 until query-block-jobs is empty; or with the guest shut down: \
+                 qemu-img convert -O qcow2 OLD NEW; or longhaul image import, longhaul image \
+                 fetch, and qemu-img rebase -u -F raw -b with the path that fetch tells"
             }
             Self::Format(_) | Self::NoFormat => {
                 "with the guest shut down: qemu-img rebase -u -F raw -b BASE IMAGE"

@@ -61,7 +61,7 @@ impl Fronts {
                 verify,
                 identity: Some(identity),
             });
-            let (size, image_use) = shown(disk.grows());
+            let (size, image_use) = shown(disk.grows(), &disk.image);
             let of = Below {
                 disk: &disk.spec.name,
                 image: &disk.image,

@@ -11,7 +11,7 @@ use longhaul_engine::choose::{Choice, Seen, Why, choose};
 use longhaul_engine::source::{Source, SourceError};
 use longhaul_engine::strategy::{Before, Promise, Strategy};
 use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::config::ImageFormat;
+use longhaul_hypervisor::config::{Image, ImageFormat};
 use longhaul_hypervisor::disk_rate;
 use longhaul_hypervisor::has_open;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
@@ -19,7 +19,8 @@ use longhaul_image::ImageId;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::{Disk as Described, GuestDescription};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
-use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk};
+use longhaul_storage::disk::qcow2::end_bytes;
+use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk, is_volume};
 use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -32,6 +33,8 @@ const BLOCK: u64 = BLOCK_SIZE as u64;
 const HOLES_BYTES: u64 = 1 << 30;
 /// Number of blocks that are sampled to estimate the bytes of a disk as sent.
 const SAMPLES: u64 = 128;
+/// Number of blocks of a volume that are sampled to estimate how much of it is used.
+const VOLUME_SAMPLES: u64 = 1024;
 /// Number of holes and data extents that one search may find.
 const HOLES_MAX: usize = 4096;
 
@@ -67,6 +70,8 @@ pub(crate) struct Known {
     /// averages since QEMU started.
     pub(crate) written: BTreeMap<String, f64>,
     usually_written: BTreeMap<String, f64>,
+    /// The sizes that the guest sees, by the disk's name.
+    sizes: BTreeMap<String, u64>,
     /// The id of the QEMU process.
     pid: i32,
     /// The base images that QEMU uses for the disks, by the disk's name.
@@ -117,6 +122,10 @@ impl Known {
                 tracing::warn!(%error, "cannot tell what a guest usually writes to its disks")
             }
         }
+        match disk_rate::sizes(qmp).await {
+            Ok(sizes) => known.sizes = known.by_disk(&sizes),
+            Err(error) => tracing::warn!(%error, "cannot tell how large a guest's disks are"),
+        }
         if choice == DiskChoice::Auto {
             match disk_rate::measure(qmp).await {
                 Ok(written) => known.written = known.by_disk(&written),
@@ -140,7 +149,7 @@ impl Known {
     }
 
     /// Converts values by device path to values by disk name.
-    fn by_disk(&self, of_device: &BTreeMap<String, f64>) -> BTreeMap<String, f64> {
+    fn by_disk<T: Copy>(&self, of_device: &BTreeMap<String, T>) -> BTreeMap<String, T> {
         let devices = self.devices.iter();
         let written = devices.filter_map(|(disk, device)| {
             let device = device.as_ref().ok()?;
@@ -269,14 +278,14 @@ fn open(
     })?;
     known.check(name)?;
     let (format, size, base) = match image.format {
-        ImageFormat::Raw => (DiskFormat::Raw, ExportSize::OfFile, None),
+        ImageFormat::Raw => (DiskFormat::Raw, raw_size(described, image, known), None),
         ImageFormat::Qcow2 => {
             let growing = qcow2::look(name, &image.path)?;
             let unknown = Err("what it stands on in its QEMU is not known".to_owned());
             let seen = known.stands_on.get(name).unwrap_or(&unknown);
             let state = &context.parts.config.state;
             let base = base_images::look(state, name, growing.backing.as_ref(), (seen, known.pid))?;
-            (growing.format, ExportSize::Bytes(growing.longest), base)
+            (growing.format, growing.size, base)
         }
     };
     let disk = RawDisk::open(&image.path, size)
@@ -315,7 +324,8 @@ fn open(
     };
     let allocated_bytes = match file.is_file() {
         true => (file.blocks() * 512).min(image_bytes),
-        false => image_bytes,
+        false => used_bytes(&disk)
+            .map_err(|error| refused(format!("disk {name}: cannot read its volume: {error}")))?,
     };
     Ok(LocalDisk {
         offered: OfferedDisk {
@@ -336,6 +346,32 @@ fn open(
     })
 }
 
+/// Returns the size of a raw disk: that of its file, or what its guest sees of a larger volume.
+fn raw_size(described: &Described, image: &Image, known: &Known) -> ExportSize {
+    match known.sizes.get(&described.name) {
+        Some(bytes) if is_volume(&image.path) => ExportSize::Bytes(*bytes),
+        _ => ExportSize::OfFile,
+    }
+}
+
+/// Estimates the bytes of a volume that are not zero, from a sample: a volume does not report which
+/// parts of it were never written.
+fn used_bytes(disk: &RawDisk) -> io::Result<u64> {
+    let blocks = blocks_of(disk.size_bytes());
+    let samples = blocks.min(VOLUME_SAMPLES);
+    let (mut used, mut block) = (0, [0; BLOCK_SIZE]);
+    for sample in 0..samples {
+        // A block of each part, at changing places: content often repeats at regular distances.
+        let part = blocks / samples;
+        let within = sample.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 16;
+        let range = BlockRange::new(sample * part + within % part, 1);
+        read_blocks(disk, range, &mut block).map_err(io::Error::other)?;
+        used += u64::from(!longhaul_codec::is_zero(&block));
+    }
+    let bytes = u128::from(disk.size_bytes()) * u128::from(used) / u128::from(samples.max(1));
+    u64::try_from(bytes).map_err(io::Error::other)
+}
+
 /// Returns which part of a disk a strategy leaves for the drain.
 fn pulled(strategy: Strategy) -> Pulled {
     match (strategy.promise, strategy.before) {
@@ -346,6 +382,11 @@ fn pulled(strategy: Strategy) -> Pulled {
 }
 
 impl LocalDisk {
+    /// Returns whether its image is on a volume. Which parts of it are used is an estimate then.
+    pub(crate) fn is_on_volume(&self) -> bool {
+        is_volume(&self.image)
+    }
+
     /// Returns whether its image grows (qcow2).
     pub(crate) fn grows(&self) -> bool {
         matches!(self.offered.format, DiskFormat::Qcow2(_))
@@ -369,6 +410,14 @@ impl LocalDisk {
             true => Ok(bytes),
             false => Err(io::Error::other(Outgrown)),
         }
+    }
+
+    /// Returns the image's length in bytes after QEMU has closed it.
+    pub(crate) fn final_bytes(&self) -> io::Result<u64> {
+        if self.grows() && self.is_on_volume() {
+            self.disk.ends_at(end_bytes(&*self.disk)?);
+        }
+        self.image_bytes()
     }
 
     /// Returns the image's current number of blocks. Blocks after them are zero.

@@ -116,8 +116,12 @@ fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: 
         let why = disk.why.map(|why| format!(", since {why}"));
         let base = disk.base();
         let base = base.map(|id| format!(", without its base image {}", id.short()));
+        let used = match disk.is_on_volume() {
+            true => "not zero, by a sample",
+            false => "allocated",
+        };
         let text = format!(
-            "disk {} moves along{}: {}, {} of it allocated; by {}{}",
+            "disk {} moves along{}: {}, {} of it {used}; by {}{}",
             offered.name,
             base.unwrap_or_default(),
             show_bytes(disk.shown_bytes()),

@@ -305,9 +305,9 @@ impl Preparing {
                 terms,
                 patience: Duration::from_millis(self.request.patience_ms),
                 downtime,
-                // No time limit with base images, which may take long: the destination reports if
-                // one does not come.
-                launch_within: (!disks.iter().any(LocalDisk::awaits_base)).then_some(OFFER_WITHIN),
+                // No time limit with disks: base images, and volumes that are cleared first, may
+                // take long. The destination reports if one fails.
+                launch_within: disks.is_empty().then_some(OFFER_WITHIN),
                 verify: offer.verify,
                 drains: disks.iter().any(may_be_left),
             },

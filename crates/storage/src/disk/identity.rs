@@ -76,7 +76,11 @@ pub enum OtherImage {
 impl ImageIdentity {
     /// Returns the identity of an open image.
     pub fn of(disk: &RawDisk) -> io::Result<Self> {
-        let file = disk.file().metadata()?;
+        Self::of_file(disk.file())
+    }
+
+    pub(super) fn of_file(file: &File) -> io::Result<Self> {
+        let file = file.metadata()?;
         let kind = match file.file_type().is_block_device() {
             true => Kind::Volume {
                 device: file.rdev(),
@@ -92,6 +96,25 @@ impl ImageIdentity {
             boot: this_boot()?,
             kind,
         })
+    }
+
+    /// Returns whether this is certainly the volume that was seen before: by its name in the
+    /// hardware or the device mapper, or within one boot by its number.
+    pub fn is_surely(&self, before: &Self) -> bool {
+        match (&self.kind, &before.kind) {
+            (
+                Kind::Volume { device, id },
+                Kind::Volume {
+                    device: device_before,
+                    id: id_before,
+                },
+            ) => match (id, id_before) {
+                (Some(id), Some(id_before)) => id == id_before,
+                (None, None) => self.boot == before.boot && device == device_before,
+                _ => false,
+            },
+            _ => false,
+        }
     }
 
     /// Returns an error unless this is the image that was seen before.
@@ -168,7 +191,17 @@ fn volume_id(sysfs: &Path, device: u64) -> Option<String> {
 
 fn whole_device_id(folder: &Path) -> Option<String> {
     let named = |name: &&str| Some(format!("{name}:{}", attribute(folder, name)?));
-    NAMES.iter().find_map(named)
+    let name = NAMES.iter().find_map(named);
+    name.or_else(|| loop_id(folder))
+}
+
+/// Returns what a loop device shows: a file, by its inode and time of creation, and a part of it.
+fn loop_id(folder: &Path) -> Option<String> {
+    let path = attribute(folder, "loop/backing_file")?;
+    let file = fs::metadata(path).ok()?;
+    let born = born_ns(&file).map_or("unknown".to_owned(), |born| born.to_string());
+    let offset = attribute(folder, "loop/offset")?;
+    Some(format!("loop:{}, {born}, from {offset}", file.ino()))
 }
 
 fn attribute(folder: &Path, name: &str) -> Option<String> {
@@ -329,7 +362,14 @@ mod tests {
         for now in [volume(1, disk, Some("wwid:b")), volume(1, disk, None)] {
             assert_eq!(now.check(&named), Err(OtherImage::Volume));
         }
+        assert!(volume(2, other, Some("wwid:a")).is_surely(&named));
+        for now in [volume(1, disk, Some("wwid:b")), volume(1, disk, None)] {
+            assert!(!now.is_surely(&named) && !named.is_surely(&now));
+        }
+        assert!(!file(1, disk).is_surely(&file(1, disk)));
         let unnamed = volume(1, disk, None);
+        assert!(volume(1, disk, None).is_surely(&unnamed));
+        assert!(!volume(2, disk, None).is_surely(&unnamed));
         assert_eq!(volume(1, disk, None).check(&unnamed), Ok(()));
         let other = volume(1, other, None);
         assert_eq!(other.check(&unnamed), Err(OtherImage::Volume));
@@ -354,11 +394,20 @@ mod tests {
         device(1, "sda/sda1", &[("partition", "1\n")]);
         device(2, "dm-0", &[("dm/uuid", "LVM-abc\n"), ("wwid", "x\n")]);
         device(3, "dm-1", &[("dm/uuid", "\n")]);
+        let behind = sysfs.join("behind");
+        fs::write(&behind, "").unwrap();
+        let shown = behind.to_string_lossy().into_owned();
+        let files = [("loop/backing_file", &*shown), ("loop/offset", "0\n")];
+        device(4, "loop4", &files);
         let id = |number| volume_id(sysfs, nix::sys::stat::makedev(8, number));
         assert_eq!(id(0).unwrap(), "device/wwid:naa.5000");
         assert_eq!(id(1).unwrap(), "device/wwid:naa.5000, partition 1");
         assert_eq!(id(2).unwrap(), "dm/uuid:LVM-abc");
-        assert_eq!((id(3), id(4)), (None, None));
+        assert_eq!((id(3), id(5)), (None, None));
+        let inode = fs::metadata(&behind).unwrap().ino();
+        assert!(id(4).unwrap().starts_with(&format!("loop:{inode}, ")));
+        fs::remove_file(&behind).unwrap();
+        assert_eq!(id(4), None);
     }
 
     #[test]

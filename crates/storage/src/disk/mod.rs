@@ -1,13 +1,16 @@
 //! The disk interface below every export: operations on ranges of a disk's bytes.
 
+mod clearing;
 mod identity;
 mod lock;
 pub mod qcow2;
 mod raw;
+mod volume;
 
 pub use identity::{ContentDigests, ImageIdentity, OtherImage};
 pub use lock::{ImageLock, ImageUse, LockError, Permission};
 pub use raw::{ExportSize, OpenError, RawDisk};
+pub use volume::{Found, Volume, VolumeError, is_volume};
 
 use std::fmt::Debug;
 use std::io;

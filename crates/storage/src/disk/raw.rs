@@ -1,6 +1,7 @@
 //! A disk in a regular file or a block device.
 
-use super::{Disk, Extent, Zeros};
+use super::clearing::Clearing;
+use super::{Disk, Extent, Volume, Zeros};
 use crate::pulse::elsewhere;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -24,8 +25,9 @@ const BLOCK_BYTES: u64 = 4096;
 pub enum ExportSize {
     /// The file's own size: for images as long as their disk (`raw`).
     OfFile,
-    /// This number of bytes, at least the file's own size: for growing images (`qcow2`). The range
-    /// behind the end of the file reads as zeros, and a write there makes the file longer.
+    /// This number of bytes. Of a file, at least its own size: for growing images (`qcow2`). The
+    /// range behind the end of the file reads as zeros, and a write there makes the file longer. Of
+    /// a block device, at most its own size: the range behind is not part of the disk.
     Bytes(u64),
 }
 
@@ -50,11 +52,19 @@ pub enum OpenError {
         /// The image.
         path: PathBuf,
     },
-    /// It is a block device, whose size is fixed.
-    #[error("{} is a block device: it cannot be shown as a disk of another size", path.display())]
+    /// It is a block device, and smaller than the requested size.
+    #[error(
+        "{} is a block device of {device_bytes} bytes: it cannot be shown as a disk of \
+         {export_bytes} bytes",
+        path.display()
+    )]
     DeviceSize {
         /// The device.
         path: PathBuf,
+        /// Its size.
+        device_bytes: u64,
+        /// The requested size.
+        export_bytes: u64,
     },
     /// The image is longer than the requested size.
     #[error(
@@ -85,6 +95,10 @@ pub struct RawDisk {
     kind: Kind,
     /// The error of the first flush that failed. The kernel reports a lost page only once.
     flush_failed: OnceLock<i32>,
+    /// Set for a volume whose former content does not count: it reads as zeros.
+    clearing: Option<Clearing>,
+    /// Where the image on a device ends, if that is known.
+    end: OnceLock<u64>,
 }
 
 /// The kind of file below a disk.
@@ -127,9 +141,15 @@ impl RawDisk {
         let (kind, size_bytes) = match size {
             ExportSize::OfFile if known.is_block_device() => (Kind::Device, file_bytes),
             ExportSize::OfFile => (Kind::Whole, file_bytes),
-            ExportSize::Bytes(_) if known.is_block_device() => {
-                let path = path.to_owned();
-                return Err(OpenError::DeviceSize { path });
+            ExportSize::Bytes(export_bytes) if known.is_block_device() => {
+                if export_bytes > file_bytes {
+                    return Err(OpenError::DeviceSize {
+                        path: path.to_owned(),
+                        device_bytes: file_bytes,
+                        export_bytes,
+                    });
+                }
+                (Kind::Device, export_bytes)
             }
             ExportSize::Bytes(export_bytes) if export_bytes < file_bytes => {
                 return Err(OpenError::TooLong {
@@ -146,7 +166,54 @@ impl RawDisk {
             size_bytes,
             kind,
             flush_failed: OnceLock::new(),
+            clearing: None,
+            end: OnceLock::new(),
         })
+    }
+
+    /// Makes a disk of this size of a volume. The volume stays exclusive as long as the disk is
+    /// open. Its former content does not count: what was not written since reads as zeros. See
+    /// [`Self::clear_next`].
+    pub fn over(volume: &Volume, bytes: u64) -> Result<Self, OpenError> {
+        let device_bytes = volume.size_bytes();
+        if bytes > device_bytes {
+            return Err(OpenError::DeviceSize {
+                path: volume.path().to_owned(),
+                device_bytes,
+                export_bytes: bytes,
+            });
+        }
+        let file = volume.try_clone_file().map_err(|error| OpenError::Io {
+            path: volume.path().to_owned(),
+            error,
+        })?;
+        // The last block is a block of its region, and is cleared to its end.
+        let cleared = bytes.next_multiple_of(BLOCK_BYTES).min(device_bytes);
+        Ok(Self {
+            file,
+            size_bytes: bytes,
+            kind: Kind::Device,
+            flush_failed: OnceLock::new(),
+            clearing: Some(Clearing::new(cleared)),
+            end: OnceLock::new(),
+        })
+    }
+
+    /// Clears the next part of a volume's former content. Returns whether nothing of it is left.
+    /// Reads and writes clear their own part first, in any order with this.
+    pub fn clear_next(&self) -> io::Result<bool> {
+        match &self.clearing {
+            Some(clearing) => elsewhere(|| clearing.next(&self.file)),
+            None => Ok(true),
+        }
+    }
+
+    /// Clears the former content in a range.
+    fn clear(&self, range: &Range<u64>) -> io::Result<()> {
+        match &self.clearing {
+            Some(clearing) => elsewhere(|| clearing.clear(&self.file, range)),
+            None => Ok(()),
+        }
     }
 
     /// Returns the open file, for the locks on it.
@@ -154,20 +221,35 @@ impl RawDisk {
         &self.file
     }
 
+    /// Records where an image on a device ends, which the device does not say. It counts as the
+    /// length of its file from then on.
+    pub fn ends_at(&self, bytes: u64) {
+        if self.kind == Kind::Device {
+            self.end.get_or_init(|| bytes.min(self.size_bytes));
+        }
+    }
+
     /// Returns the current length of the file, which for a growing image is not the disk's size.
     pub fn file_bytes(&self) -> io::Result<u64> {
         match self.kind {
-            Kind::Whole | Kind::Device => Ok(self.size_bytes),
+            Kind::Whole => Ok(self.size_bytes),
+            Kind::Device => Ok(self.end.get().copied().unwrap_or(self.size_bytes)),
             Kind::Grows => Ok(self.file.metadata()?.len()),
         }
     }
 
-    /// Sets the length of a growing image's file, durably. Content behind that is lost.
+    /// Sets the length of a growing image's file, durably. Content behind that is lost. A block
+    /// device keeps its size.
     pub fn set_file_bytes(&self, bytes: u64) -> io::Result<()> {
-        if self.kind != Kind::Grows || bytes > self.size_bytes {
+        if bytes > self.size_bytes {
             return Err(Errno::EINVAL.into());
         }
-        self.file.set_len(bytes)?;
+        match self.kind {
+            Kind::Grows => self.file.set_len(bytes)?,
+            // An image on a device may be shorter, and is not cut off.
+            Kind::Device => self.ends_at(bytes),
+            Kind::Whole => return Err(Errno::EINVAL.into()),
+        }
         self.file.sync_all()
     }
 
@@ -282,7 +364,8 @@ impl Disk for RawDisk {
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
-        self.range(offset, buffer.len())?;
+        let range = self.range(offset, buffer.len())?;
+        self.clear(&range)?;
         let mut done = 0;
         while done < buffer.len() {
             let left = &mut buffer[done..];
@@ -302,7 +385,8 @@ impl Disk for RawDisk {
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.range(offset, bytes.len())?;
+        let range = self.range(offset, bytes.len())?;
+        self.clear(&range)?;
         self.put(bytes, offset)
     }
 
@@ -322,6 +406,7 @@ impl Disk for RawDisk {
         if range.is_empty() {
             return Ok(());
         }
+        self.clear(&range)?;
         let done = match zeros {
             Zeros::MayBeHole => {
                 self.reach(&range)?;
@@ -338,6 +423,7 @@ impl Disk for RawDisk {
     fn discard(&self, range: Range<u64>) -> io::Result<()> {
         self.check(&range)?;
         if !range.is_empty() {
+            self.clear(&range)?;
             // Where the file system has no holes, nothing needs to be done.
             self.punch(&range)?;
         }

@@ -201,7 +201,7 @@ impl SourceAttempt {
         let disks = self.task.outbound.disks().iter();
         let growing = disks.filter(|disk| disk.grows());
         let lengths: Vec<_> = growing
-            .map(|disk| (disk.spec.id, disk.image_bytes()))
+            .map(|disk| (disk.spec.id, disk.final_bytes()))
             .collect();
         for (region, bytes) in lengths {
             match bytes {

@@ -2,8 +2,10 @@
 //! behind it, and [the ranges that QEMU reads on opening](opened_with). The format is that of
 //! QEMU's docs/interop/qcow2.txt.
 
+mod end;
 mod opening;
 
+pub use end::end_bytes;
 pub use opening::opened_with;
 
 use longhaul_protocol::disk::Qcow2;
@@ -255,6 +257,17 @@ pub fn growth_bytes(image: &Qcow2) -> u64 {
         .min(GROWTH_BYTES_MAX)
 }
 
+/// Returns the length of an image whose disk is written completely, without snapshots and bitmaps.
+pub fn full_bytes(image: &Qcow2) -> u64 {
+    let clusters = image.disk_bytes.div_ceil(1 << image.cluster_bits);
+    // An entry of a table, and a refcount of at most 64 bits, for each cluster.
+    let tables = clusters.saturating_mul(if image.extended_l2 { 24 } else { 16 });
+    let disk_bytes = clusters << image.cluster_bits;
+    // Tables of tables, each of at least a cluster.
+    let beside = tables / 64 + (8 << image.cluster_bits);
+    disk_bytes.saturating_add(tables).saturating_add(beside)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -429,6 +442,26 @@ mod tests {
             read(&unsafe_name).unwrap_err();
             // Truncated in the middle of the name.
             read(&head[..at + 3]).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn a_full_image_is_as_long_as_qemu_makes_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("full.qcow2");
+        for cluster_bits in [9, 16] {
+            let options = format!("cluster_size={},preallocation=falloc", 1 << cluster_bits);
+            let mut create = Command::new("qemu-img");
+            create.args(["create", "-q", "-f", "qcow2", "-o", &options]);
+            assert!(create.arg(&path).arg("64M").status().unwrap().success());
+            let full = full_bytes(&Qcow2 {
+                version: 3,
+                cluster_bits,
+                extended_l2: false,
+                disk_bytes: 64 << 20,
+            });
+            let made = std::fs::metadata(&path).unwrap().len();
+            assert!(made <= full && full < made + made / 16, "{made} {full}");
         }
     }
 
