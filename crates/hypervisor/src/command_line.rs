@@ -11,6 +11,7 @@ use crate::disk::base::{self, Base};
 use crate::folder::GuestFolder;
 use crate::hardware;
 use longhaul_protocol::guest::{Disk, GuestDescription};
+use longhaul_protocol::port::Port;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileTypeExt;
@@ -120,15 +121,17 @@ pub(crate) fn backend(
     Ok(true)
 }
 
-/// Returns the bridge of each network card that needs a TAP device, by the card's index.
+/// Returns the bridge of each network card that needs a TAP device and its port there, by the card's
+/// index.
 pub(crate) fn bridges<'a>(
     description: &GuestDescription,
     config: &'a HostConfig,
-) -> Result<BTreeMap<usize, &'a str>, ResolveError> {
+) -> Result<BTreeMap<usize, (&'a str, Port)>, ResolveError> {
     let mut bridges = BTreeMap::new();
     for (index, nic) in description.nics.iter().enumerate() {
-        if let Network::Bridge(bridge) = network(config, &nic.network)? {
-            bridges.insert(index, bridge.as_str());
+        if let Network::Bridge(port) = network(config, &nic.network)? {
+            let bridge = port.bridge.as_str();
+            bridges.insert(index, (bridge, port.port(nic.port.as_ref())));
         }
     }
     Ok(bridges)
@@ -486,6 +489,7 @@ mod tests {
             "this host has no network called `office` (it has: none): add it under [networks] in \
              the agent's configuration"
         );
-        assert_eq!(bridges(&sample(), &config()).unwrap()[&0], "br0");
+        let plain = ("br0", Port::default());
+        assert_eq!(bridges(&sample(), &config()).unwrap()[&0], plain);
     }
 }

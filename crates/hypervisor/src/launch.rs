@@ -20,6 +20,7 @@ use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::scope::{Program, Scope, ScopeLimits, start};
 use crate::tap;
 use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::port::Port;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::io;
@@ -185,8 +186,8 @@ impl Launch<'_> {
             },
         );
         let wires = taps.iter().filter_map(|(index, tap)| {
-            let bridge = bridges.get(index)?;
-            Some((tap.as_str(), *bridge))
+            let (bridge, port) = bridges.get(index)?;
+            Some((tap.as_str(), *bridge, port))
         });
         let program = Program {
             file: emulator,
@@ -211,7 +212,7 @@ impl Launch<'_> {
     async fn bring_up(
         &self,
         guest: &mut RecordedGuest,
-        wires: impl Iterator<Item = (&str, &str)>,
+        wires: impl Iterator<Item = (&str, &str, &Port)>,
         program: &Program<'_>,
     ) -> Result<Qmp, LaunchError> {
         guest
@@ -219,8 +220,8 @@ impl Launch<'_> {
             .write_description(self.description)
             .and_then(|()| guest.write_record())
             .map_err(self.host("writing its record"))?;
-        for (tap, bridge) in wires {
-            tap::create(tap, bridge, program.account)
+        for (tap, bridge, port) in wires {
+            tap::create(tap, (bridge, port), program.account)
                 .await
                 .map_err(self.host("making its TAP device"))?;
         }

@@ -1,8 +1,10 @@
 //! Creates TAP devices, the backends of a guest's network cards, before its QEMU starts, and
 //! removes them afterwards.
 
+use crate::bridge_port;
 use crate::process::Account;
 use crate::scope::run;
+use longhaul_protocol::port::Port;
 use std::io;
 
 /// Returns a name for a TAP device that is unique on this machine.
@@ -10,19 +12,33 @@ pub(crate) fn name(unique: u32, index: usize) -> String {
     format!("lh{unique:08x}-{index}")
 }
 
-/// Creates a TAP device that `account` may open, and attaches it to a bridge.
-pub(crate) async fn create(name: &str, bridge: &str, account: Option<&Account>) -> io::Result<()> {
+/// Creates a TAP device that `account` may open, and makes it this port of a bridge.
+pub(crate) async fn create(
+    name: &str,
+    (bridge, port): (&str, &Port),
+    account: Option<&Account>,
+) -> io::Result<()> {
     let mut add = vec!["tuntap", "add", "dev", name, "mode", "tap"];
     let uid = account.map(|account| account.uid.to_string());
     if let Some(uid) = &uid {
         add.extend(["user", uid]);
     }
     run("ip", &add).await?;
-    let plugged = run("ip", &["link", "set", "dev", name, "master", bridge, "up"]).await;
-    if let Err(error) = plugged {
+    if let Err(error) = plug(name, bridge, port).await {
         remove(name).await?;
         return Err(error);
     }
+    Ok(())
+}
+
+/// Attaches a device to a bridge. It is up only when it is in its VLANs.
+async fn plug(name: &str, bridge: &str, port: &Port) -> io::Result<()> {
+    if let Some(mtu) = port.mtu {
+        run("ip", &["link", "set", "dev", name, "mtu", &mtu.to_string()]).await?;
+    }
+    run("ip", &["link", "set", "dev", name, "master", bridge]).await?;
+    bridge_port::set(name, port).await?;
+    run("ip", &["link", "set", "dev", name, "up"]).await?;
     Ok(())
 }
 

@@ -10,11 +10,13 @@
 //! name before anything is changed, and checked again before each move.
 
 mod describe;
+pub mod discover;
 mod found;
 mod names;
 mod options;
 mod words;
 
+use crate::bridge_port;
 use crate::config::HostConfig;
 use crate::description::{self, DescriptionError};
 use crate::folder::{GuestFolder, PathTooLong, Record};
@@ -296,7 +298,8 @@ pub async fn learn(
         source,
     })?;
     let found = found::look(qmp, process.as_ref()).await?;
-    let names = Names { config, pid };
+    let pvids = bridge_port::pvids(&found.networks).await;
+    let names = Names { config, pid, pvids };
     let (description, refusals) = describe::describe(name, line, &found, &names);
     Ok(Learned {
         description,

@@ -10,12 +10,14 @@ mod find;
 mod graph;
 mod jobs;
 mod layout;
+mod losses;
 mod nodes;
 
 pub use backing::{Backing, backing};
 pub use find::{FindError, find};
 pub use jobs::{Job, files, jobs};
 pub use layout::{Layout, LayoutChanged};
+pub use losses::{DiskExport, Limits, Losses, LostBitmap, exports, losses};
 pub use nodes::{DiskNodes, NodesError};
 
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
@@ -113,7 +115,10 @@ pub enum InsertError {
     #[error("{0}; it is not known which way the disk is used now: try again, or take it out")]
     InDoubt(QmpError),
     /// The guest was stopped for the change, and may not run again.
-    #[error("{0}; the guest was stopped for a moment and may still be: `cont` lets it run again")]
+    #[error(
+        "{0}; the guest was stopped for a moment and may still be: `longhaul guests resume` lets it \
+         run again"
+    )]
     Stopped(QmpError),
 }
 
@@ -143,7 +148,10 @@ pub enum RemoveError {
     #[error("{0}; it is not known which way the disk is used now: try again")]
     InDoubt(QmpError),
     /// The guest was stopped for the change, and may not run again.
-    #[error("{0}; the guest was stopped for a moment and may still be: `cont` lets it run again")]
+    #[error(
+        "{0}; the guest was stopped for a moment and may still be: `longhaul guests resume` lets it \
+         run again"
+    )]
     Stopped(QmpError),
 }
 

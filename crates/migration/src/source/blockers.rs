@@ -1,10 +1,10 @@
-//! Reasons of a guest's disks that prevent a move now, even if the disks stay: a running job, and a
-//! disk whose image is not the described one.
+//! Reasons of a guest's disks that prevent a move now, even if the disks stay: a running job, an
+//! export by QEMU itself, and a disk whose image is not the described one.
 
 use crate::context::Context;
 use crate::disks::exports;
 use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::disk::{files, jobs};
+use longhaul_hypervisor::disk::{self, files, jobs};
 use longhaul_hypervisor::observe::Blocker;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ pub(crate) async fn find(
     guest: &Guest,
     qmp: &Qmp,
 ) -> Result<Vec<Blocker>, QmpError> {
-    let (jobs, files) = tokio::try_join!(jobs(qmp), files(qmp))?;
+    let (jobs, files, exports) = tokio::try_join!(jobs(qmp), files(qmp), disk::exports(qmp))?;
     let mut found: Vec<Blocker> = jobs
         .into_iter()
         .map(|job| Blocker {
@@ -29,6 +29,16 @@ pub(crate) async fn find(
             hint: "let it end, or end it (QMP `job-cancel`), before the guest moves".to_owned(),
         })
         .collect();
+    found.extend(exports.into_iter().map(|export| {
+        Blocker {
+        text: format!(
+            "QEMU exports the guest's disks: export {} ({}) of node {}, which a backup may read",
+            export.id, export.kind, export.node
+        ),
+        hint: "let its client end, then remove it (QMP `block-export-del`), before the guest moves"
+            .to_owned(),
+    }
+    }));
     let images = &context.parts.config.hypervisor.images;
     for disk in &guest.description().disks {
         let (Ok(device), Some(image)) = (

@@ -5,8 +5,10 @@ use crate::source::Source;
 use crate::source::candidate::{Candidate, candidate, is_paused};
 use crate::source::companion::About;
 use crate::source::convergence;
+use crate::source::described;
 use crate::source::files::{self, AskError, Held};
 use crate::source::local_disks::{self, Known, LocalDisk};
+use crate::source::losses;
 use crate::source::qemu::SourceQemu;
 use crate::source::tracking::refuse_tracked;
 use crate::status::failure;
@@ -81,7 +83,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     }
     // Reserved, so that nothing else controls this QEMU meanwhile.
     let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
-    let (machine, look, mut known) = look_here(context, &candidate, &mut plan).await?;
+    let (query, look, mut known) = look_here(context, &candidate, &mut plan).await?;
     let about = About {
         context: source.context.clone(),
         guest: request.guest.clone(),
@@ -90,7 +92,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     };
     let companions = source.companions(&about);
     plan.checks.extend(companions.look(&candidate.guest));
-    let control = ask_there(context, &candidate, &machine, &mut plan).await;
+    let (control, lacking) = ask_there(context, &candidate, query, &mut plan).await;
     if control.is_some() {
         measure_link(context, &mut plan).await;
     }
@@ -98,7 +100,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     let rtt = plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3));
     let rate = plan.rate_bps.map(|rate| rate as f64 / 8.0);
     known.limit(rate, plan.asked.bandwidth_bps, rtt.unwrap_or_default());
-    let disk_bytes = look_at_disks(context, &candidate, &known, &mut plan);
+    let disk_bytes = look_at_disks(context, &candidate, (&known, &lacking), &mut plan);
     plan.predictions
         .push(predict(&look, &Asking::of(&plan, disk_bytes)));
     plan.possible = plan
@@ -108,21 +110,35 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     Ok(plan)
 }
 
-/// Checks the disks that move with the guest. Returns an estimate of the bytes that travel.
-fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: &mut Plan) -> u64 {
+/// Checks the disks that move with the guest, among them those of read-only images that the
+/// destination lacks. Returns an estimate of the bytes that travel.
+fn look_at_disks(
+    context: &Context,
+    candidate: &Candidate,
+    (known, lacking): (&Known, &[String]),
+    plan: &mut Plan,
+) -> u64 {
     let guest = candidate.guest.description();
     if let Err(error) = refuse_tracked(context, &guest.name) {
         let hint = error.hint.unwrap_or_default();
         plan.checks
             .push(Check::refuse("disks", error.message, hint));
     }
-    match block_in_place(|| local_disks::local(context, guest, DiskChoice::Auto, known, &[])) {
+    let regions = (&[][..], lacking);
+    let local =
+        block_in_place(|| local_disks::local(context, guest, DiskChoice::Auto, known, regions));
+    match local {
         Ok(disks) => {
             plan.checks.extend(disks.iter().map(|disk| {
                 let offered = &disk.offered;
                 let why = disk.why.map(|why| format!(", since {why}"));
                 let base = disk.base();
                 let base = base.map(|id| format!(", without its base image {}", id.short()));
+                if disk.read_only {
+                    let (name, bytes) = (&offered.name, show_bytes(disk.shown_bytes()));
+                    let text = format!("disk {name} moves along: {bytes}, read-only");
+                    return Check::ok("disks", text);
+                }
                 let text = format!(
                     "disk {} moves along{}: {}, {} of it allocated; by {}{}",
                     offered.name,
@@ -203,7 +219,7 @@ async fn look_here(
     context: &Context,
     candidate: &Candidate,
     plan: &mut Plan,
-) -> Result<(Machine, Look, Known), ApiError> {
+) -> Result<(Query, Look, Known), ApiError> {
     let guests = &context.parts.guests;
     let lease = guests.lease(&candidate.guest, COMMAND_TIMEOUT).await;
     let lease = lease.map_err(|error| qemu(&error))?;
@@ -234,6 +250,14 @@ async fn look_here(
             "resume it, or stop it, first",
         ));
     }
+    let guest = described::described(&candidate.guest, qmp).await;
+    let guest = guest.unwrap_or_else(|error| {
+        plan.checks.push(refused("network", error));
+        candidate.guest.description().clone()
+    });
+    plan.checks.extend(described::ports(&guest));
+    let losses = losses::checks(qmp, &candidate.host.name).await;
+    plan.checks.extend(losses.map_err(|error| qemu(&error))?);
     let mut seen = Look::default();
     match SourceQemu::attach(guests.clone(), candidate.guest.clone(), lease).await {
         Ok(outbound) => {
@@ -249,7 +273,7 @@ async fn look_here(
             "the agent must be allowed to read the memory of QEMU (CAP_SYS_PTRACE)",
         )),
     }
-    Ok((machine, seen, known))
+    Ok((Query { guest, machine }, seen, known))
 }
 
 /// Findings about a guest's memory.
@@ -322,12 +346,14 @@ fn sample(
     (used_bytes, share)
 }
 
+/// Asks the destination for its checks. Returns the connection, and the read-only images that the
+/// destination lacks, by name.
 async fn ask_there(
     context: &Arc<Context>,
     candidate: &Candidate,
-    machine: &Machine,
+    query: Query,
     plan: &mut Plan,
-) -> Option<Control> {
+) -> (Option<Control>, Vec<String>) {
     let host = &candidate.host.name;
     let control = match context.endpoint.connect(host).await {
         Ok(control) => control,
@@ -336,17 +362,13 @@ async fn ask_there(
             let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
             plan.checks
                 .push(Check::refuse("destination", error.message, hint));
-            return None;
+            return (None, Vec::new());
         }
     };
     let rtt = control.rtt();
     plan.rtt_ms = Some(rtt.as_secs_f64() * 1e3);
     let reachable = format!("{host} reachable, direct, {}", show_duration(rtt));
     plan.checks.push(Check::ok("destination", reachable));
-    let query = Query {
-        guest: candidate.guest.description().clone(),
-        machine: machine.clone(),
-    };
     let held = block_in_place(|| files::hold(context, &candidate.guest));
     let mut held = held.unwrap_or_else(|error| {
         plan.checks.push(refused_here(error));
@@ -354,8 +376,12 @@ async fn ask_there(
     });
     let asked = files::ask(context, &control, query, &mut held).await;
     control.close(CloseCode::Done, "asked and answered");
+    let mut lacking = Vec::new();
     match asked {
-        Ok(checks) => plan.checks.extend(checks.into_iter().map(shown)),
+        Ok(asked) => {
+            lacking = asked.lacking;
+            plan.checks.extend(asked.checks.into_iter().map(shown));
+        }
         Err(AskError::Here(error)) => plan.checks.push(refused_here(error)),
         Err(AskError::Talk(error)) => {
             let hint = format!("on {host}: longhaul host trust ... --may query,send");
@@ -366,7 +392,7 @@ async fn ask_there(
             ));
         }
     }
-    Some(control)
+    (Some(control), lacking)
 }
 
 /// Returns a check of the destination as the API shows it.
@@ -381,8 +407,13 @@ fn shown(check: message::Check) -> Check {
 
 /// Returns a check that refuses a move because of the guest's files here.
 fn refused_here(error: ApiError) -> Check {
+    refused("files", error)
+}
+
+/// Returns a check that refuses a move for a reason.
+fn refused(name: &str, error: ApiError) -> Check {
     let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
-    Check::refuse("files", error.message, hint)
+    Check::refuse(name, error.message, hint)
 }
 
 async fn measure_link(context: &Arc<Context>, plan: &mut Plan) {
