@@ -2,10 +2,10 @@
 
 use crate::operation::{Method, Operation};
 use crate::{
-    ANSWER_BYTES_MAX, ApiError, AttachGuest, EVENT_LINE_BYTES_MAX, Event, Guest, Guests, Host,
-    Limit, Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest,
-    Report, Resolve, StartGuest, StartMigration, StopGuest, TrackedWrites, Trust, TrustedHost,
-    TrustedHosts, WATCH_LINE_BYTES_MAX, What,
+    ANSWER_BYTES_MAX, ApiError, AttachGuest, DiscoveredGuests, EVENT_LINE_BYTES_MAX, Event, Guest,
+    Guests, Host, Limit, Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult, Progress,
+    ReclaimGuest, Report, Resolve, StartGuest, StartMigration, StopGuest, TrackedWrites, Trust,
+    TrustedHost, TrustedHosts, WATCH_LINE_BYTES_MAX, What,
 };
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -228,6 +228,12 @@ impl Client {
             .await
             .map_err(|_| self.silent(ANSWER_WAIT))?
             .map(|_| ())
+    }
+
+    /// Returns the QEMU processes of the agent's host.
+    pub async fn discover_guests(&self) -> Result<DiscoveredGuests, ClientError> {
+        let request = self.request(Operation::DiscoverGuests, "", Bytes::new())?;
+        self.answer(request, WORK_WAIT).await
     }
 
     /// Begins to track a guest's writes to its local disks.

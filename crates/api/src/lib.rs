@@ -6,6 +6,7 @@
 
 pub mod client;
 mod convergence;
+pub mod discovered;
 pub mod disks;
 mod doubt;
 pub mod encoding;
@@ -22,6 +23,9 @@ pub mod tracked_writes;
 
 pub use client::{Client, ClientError, Events, Watch};
 pub use convergence::{Convergence, Outpaced, StopChoice, StopReason, StopRule, TooFast};
+pub use discovered::{
+    DiscoveredGuest, DiscoveredGuests, GuestOwner, Obstacle, QmpSocket, QmpSocketState,
+};
 pub use disks::{BaseChoice, DiskChoice};
 pub use doubt::{BECAUSE_CHARS_MAX, Doubt, HandoverRecord, OtherSide, Resolve, WayOut};
 pub use encoding::{CompressionChoice, DeltaCache, Encoding};

@@ -2,9 +2,10 @@
 
 use crate::operation::Operation;
 use crate::{
-    ApiError, AttachGuest, ErrorCode, Event, Guest, Guests, Host, Limit, Migration, Migrations,
-    Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest, Report, Resolve, StartGuest,
-    StartMigration, StopGuest, TrackedWrites, Trust, TrustedHost, TrustedHosts,
+    ApiError, AttachGuest, DiscoveredGuests, ErrorCode, Event, Guest, Guests, Host, Limit,
+    Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest, Report,
+    Resolve, StartGuest, StartMigration, StopGuest, TrackedWrites, Trust, TrustedHost,
+    TrustedHosts,
 };
 use schemars::generate::{SchemaGenerator, SchemaSettings};
 use schemars::{JsonSchema, Schema};
@@ -107,6 +108,11 @@ fn describe(operation: Operation) -> Description {
             "Forget a guest that was attached to; it goes on as it is",
         )
         .status(204),
+        Operation::DiscoverGuests => new(
+            "discoverGuests",
+            "The QEMU processes of this host, and whether they could be attached to",
+        )
+        .gives::<DiscoveredGuests>("The processes, by their numbers; nothing was changed."),
         Operation::TrackWrites => new(
             "trackWrites",
             "Begin to track a guest's writes to its local disks",

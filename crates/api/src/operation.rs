@@ -54,6 +54,8 @@ pub enum Operation {
     AttachGuest,
     /// Detaches an attached guest.
     DetachGuest,
+    /// Returns the QEMU processes of this host.
+    DiscoverGuests,
     /// Begins to track a guest's writes to its local disks.
     TrackWrites,
     /// Returns the tracked writes of a guest.
@@ -86,7 +88,7 @@ pub enum Operation {
 
 impl Operation {
     /// All operations.
-    pub const ALL: [Self; 27] = [
+    pub const ALL: [Self; 28] = [
         Self::GetHost,
         Self::ListHosts,
         Self::TrustHost,
@@ -100,6 +102,7 @@ impl Operation {
         Self::ReclaimGuest,
         Self::AttachGuest,
         Self::DetachGuest,
+        Self::DiscoverGuests,
         Self::TrackWrites,
         Self::GetTrackedWrites,
         Self::StopTrackingWrites,
@@ -164,6 +167,7 @@ impl Operation {
             Self::ReclaimGuest => (Post, "/v1/guests/{guest}/reclaim"),
             Self::AttachGuest => (Post, "/v1/guests/{guest}/attach"),
             Self::DetachGuest => (Post, "/v1/guests/{guest}/detach"),
+            Self::DiscoverGuests => (Get, "/v1/discovered-guests"),
             Self::TrackWrites => (Post, "/v1/guests/{guest}/tracked-writes"),
             Self::GetTrackedWrites => (Get, "/v1/guests/{guest}/tracked-writes"),
             Self::StopTrackingWrites => (Delete, "/v1/guests/{guest}/tracked-writes"),

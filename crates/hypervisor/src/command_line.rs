@@ -13,6 +13,7 @@ use crate::hardware;
 use crate::hardware::wiring::UserNetwork;
 use crate::tap;
 use longhaul_protocol::guest::{Disk, GuestDescription};
+use longhaul_protocol::port::Port;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileTypeExt;
@@ -154,9 +155,11 @@ pub(crate) fn backend(
 }
 
 /// A TAP device that a network card needs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Plug<'a> {
     pub(crate) bridge: &'a str,
+    /// Its port of the bridge.
+    pub(crate) port: Port,
     pub(crate) queues: u16,
 }
 
@@ -167,9 +170,13 @@ pub(crate) fn plugs<'a>(
 ) -> Result<BTreeMap<usize, Plug<'a>>, ResolveError> {
     let mut plugs = BTreeMap::new();
     for (index, nic) in description.nics.iter().enumerate() {
-        if let Network::Bridge(bridge) = network(config, &nic.network)? {
-            let queues = hardware::wiring(description, index).queues;
-            plugs.insert(index, Plug { bridge, queues });
+        if let Network::Bridge(port) = network(config, &nic.network)? {
+            let plug = Plug {
+                bridge: &port.bridge,
+                port: port.port(nic.port.as_ref()),
+                queues: hardware::wiring(description, index).queues,
+            };
+            plugs.insert(index, plug);
         }
     }
     Ok(plugs)
@@ -546,7 +553,9 @@ mod tests {
             "this host has no network called `office` (it has: none): add it under [networks] in \
              the agent's configuration"
         );
-        let plug = plugs(&sample(), &config()).unwrap()[&0];
+        let config = config();
+        let plug = plugs(&sample(), &config).unwrap().remove(&0).unwrap();
         assert_eq!((plug.bridge, plug.queues), ("br0", 1));
+        assert_eq!(plug.port, Port::default());
     }
 }

@@ -4,9 +4,11 @@
 //! bridges and programs are named only here.
 
 use crate::description::is_name;
+use longhaul_protocol::port::{MTU_MAX, MTU_MIN, Port, VLAN_MAX};
 use longhaul_protocol::units::parse_bytes;
 use serde::{Deserialize, Deserializer, Serialize, de};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -193,8 +195,7 @@ pub enum ImageFormat {
 }
 
 /// The meaning of a network on this host.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Network {
     /// A card without a link.
     None,
@@ -202,8 +203,86 @@ pub enum Network {
     User,
     /// QEMU's user network, through which the guest reaches whatever this host reaches.
     Nat,
-    /// A port of this Linux bridge.
-    Bridge(String),
+    /// A port of a Linux bridge. It is written `{ bridge = "br0", vlan = 10, mtu = 9000 }`.
+    Bridge(BridgePort),
+}
+
+impl<'de> Deserialize<'de> for Network {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+        impl<'de> de::Visitor<'de> for Visitor {
+            type Value = Network;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("\"none\", \"user\", \"nat\" or a table like { bridge = \"br0\" }")
+            }
+
+            fn visit_str<E: de::Error>(self, word: &str) -> Result<Network, E> {
+                match word {
+                    "none" => Ok(Network::None),
+                    "user" => Ok(Network::User),
+                    "nat" => Ok(Network::Nat),
+                    other => Err(E::unknown_variant(other, &["none", "user", "nat"])),
+                }
+            }
+
+            fn visit_map<A: de::MapAccess<'de>>(self, map: A) -> Result<Network, A::Error> {
+                let table = de::value::MapAccessDeserializer::new(map);
+                BridgePort::deserialize(table).map(Network::Bridge)
+            }
+        }
+        deserializer.deserialize_any(Visitor)
+    }
+}
+
+/// A port of a Linux bridge.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BridgePort {
+    /// The bridge.
+    pub bridge: String,
+    /// The VLAN of the port, whose frames have no tag there. 0: as the bridge makes each new port.
+    /// Where absent, a guest that arrives has the VLANs that it had.
+    #[serde(default)]
+    pub vlan: Option<u16>,
+    /// The MTU of the port. Where absent, a guest that arrives has the one that it had.
+    #[serde(default)]
+    pub mtu: Option<u32>,
+}
+
+impl BridgePort {
+    /// Returns a port of a bridge, with no more properties.
+    pub fn of(bridge: &str) -> Self {
+        Self {
+            bridge: bridge.to_owned(),
+            ..Self::default()
+        }
+    }
+
+    /// Returns the port of a card that had this one where it came from.
+    pub fn port(&self, had: Option<&Port>) -> Port {
+        let mut port = had.cloned().unwrap_or_default();
+        match self.vlan {
+            None => {}
+            Some(0) => port.vlans = Vec::new(),
+            Some(vlan) => port.vlans = Port::untagged(vlan),
+        }
+        port.mtu = self.mtu.or(port.mtu);
+        port
+    }
+
+    fn check(&self) -> Result<(), (&'static str, String)> {
+        check_interface(&self.bridge).map_err(|problem| ("bridge", problem))?;
+        if self.vlan.is_some_and(|vlan| vlan > VLAN_MAX) {
+            return Err(("vlan", format!("is more than {VLAN_MAX}")));
+        }
+        match self.mtu {
+            Some(mtu) if !(MTU_MIN..=MTU_MAX).contains(&mtu) => {
+                Err(("mtu", format!("is not from {MTU_MIN} to {MTU_MAX}")))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The files of a kernel.
@@ -309,9 +388,9 @@ impl HostConfig {
             ));
         }
         for (name, network) in &self.networks {
-            if let Network::Bridge(bridge) = network {
-                check_interface(bridge)
-                    .map_err(|text| problem(format!("networks.{name}.bridge"), text))?;
+            if let Network::Bridge(port) = network {
+                port.check()
+                    .map_err(|(key, text)| problem(format!("networks.{name}.{key}"), text))?;
             }
         }
         if let Some(user) = &self.qemu.run_as {
@@ -404,7 +483,7 @@ mod tests {
         path = "/srv/images/debian.qcow2"
         format = "qcow2"
         [networks]
-        office = { bridge = "br0" }
+        office = { bridge = "br0", vlan = 10 }
         lab = "none"
         cut-off = "user"
         [firmware]
@@ -437,7 +516,12 @@ mod tests {
         let config = load(FULL).unwrap();
         assert_eq!(config.default_emulator(), Some("10.0"));
         assert_eq!(config.qemu.memory_limit, Some(8 << 30));
-        assert_eq!(config.networks["office"], Network::Bridge("br0".to_owned()));
+        let office = BridgePort {
+            bridge: "br0".to_owned(),
+            vlan: Some(10),
+            mtu: None,
+        };
+        assert_eq!(config.networks["office"], Network::Bridge(office));
         assert_eq!(config.networks["cut-off"], Network::User);
         assert_eq!(config.images["debian"].format, ImageFormat::Qcow2);
     }
@@ -512,6 +596,16 @@ mod tests {
                 "br0",
                 "a,b",
                 "`networks.office.bridge` is `a,b`, which is no interface's name",
+            ),
+            (
+                "vlan = 10",
+                "vlan = 4095",
+                "`networks.office.vlan` is more than 4094",
+            ),
+            (
+                "vlan = 10",
+                "mtu = 60",
+                "`networks.office.mtu` is not from 68 to 65535",
             ),
             (
                 "\"qcow2\"",

@@ -237,19 +237,24 @@ impl GuestFolder {
 
     /// Returns the end of the log, for display.
     pub fn log_tail(&self) -> String {
-        let read = || -> io::Result<String> {
-            let mut file = File::open(self.log())?;
-            let length = file.metadata()?.len();
-            file.seek(SeekFrom::Start(length.saturating_sub(LOG_TAIL_BYTES)))?;
-            let mut bytes = Vec::new();
-            file.take(LOG_TAIL_BYTES).read_to_end(&mut bytes)?;
-            Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
-        };
-        match read() {
-            Ok(text) if text.is_empty() => "(its log is empty)".to_owned(),
-            Ok(text) => text,
-            Err(error) => format!("(its log cannot be read: {error})"),
-        }
+        log_tail(&self.log())
+    }
+}
+
+/// Returns the end of a QEMU's log, for display.
+pub(crate) fn log_tail(log: &Path) -> String {
+    let read = || -> io::Result<String> {
+        let mut file = File::open(log)?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(LOG_TAIL_BYTES)))?;
+        let mut bytes = Vec::new();
+        file.take(LOG_TAIL_BYTES).read_to_end(&mut bytes)?;
+        Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
+    };
+    match read() {
+        Ok(text) if text.is_empty() => "(its log is empty)".to_owned(),
+        Ok(text) => text,
+        Err(error) => format!("(its log cannot be read: {error})"),
     }
 }
 

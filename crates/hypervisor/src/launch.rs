@@ -193,7 +193,7 @@ impl Launch<'_> {
         );
         let wires = taps.iter().filter_map(|(index, tap)| {
             let plug = plugs.get(index)?;
-            Some((tap.as_str(), *plug))
+            Some((tap.as_str(), plug))
         });
         let program = Program {
             file: emulator,
@@ -215,10 +215,10 @@ impl Launch<'_> {
         }
     }
 
-    async fn bring_up(
+    async fn bring_up<'w>(
         &self,
         guest: &mut RecordedGuest,
-        wires: impl Iterator<Item = (&str, Plug<'_>)>,
+        wires: impl Iterator<Item = (&'w str, &'w Plug<'w>)>,
         program: &Program<'_>,
     ) -> Result<Qmp, LaunchError> {
         guest
@@ -234,7 +234,7 @@ impl Launch<'_> {
             }
         }
         for (tap, plug) in wires {
-            tap::create(tap, &plug, program.account)
+            tap::create(tap, plug, program.account)
                 .await
                 .map_err(self.host("making its TAP device"))?;
         }

@@ -7,6 +7,7 @@
 
 pub mod attach;
 mod balloon;
+pub mod bridge_port;
 pub mod capabilities;
 mod command_line;
 pub mod config;

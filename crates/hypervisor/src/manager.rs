@@ -14,6 +14,7 @@
 //! (docs/decisions/0036-guest-managers.md).
 
 use crate::disk::base::Base;
+use crate::folder::log_tail;
 use crate::guest::StopError;
 use crate::process::{Process, ProcessId};
 use crate::qmp::Qmp;
@@ -26,6 +27,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Number of lines of a log in an error.
+const LAST_LINES: usize = 2;
+/// Longest end of a log in an error, in characters: errors are cut where they are stored.
+const LAST_WORDS_CHARS: usize = 250;
 
 /// The owner of guests on this host.
 pub trait GuestManager: Send + Sync {
@@ -216,6 +222,11 @@ impl Guest {
         &self.0.log
     }
 
+    /// Returns the last lines of QEMU's log, shortened for an error.
+    pub fn last_words(&self) -> String {
+        last_words(&log_tail(&self.0.log))
+    }
+
     /// Returns the host's end of one of its channels.
     pub fn channel(&self, name: &str) -> Option<&Path> {
         self.0.channels.get(name).map(PathBuf::as_path)
@@ -244,6 +255,14 @@ impl Guest {
             None => Ok(()),
         }
     }
+}
+
+/// Returns the last lines of a log, at most [`LAST_WORDS_CHARS`] characters.
+fn last_words(log: &str) -> String {
+    let lines: Vec<&str> = log.lines().map(str::trim).collect();
+    let last = lines[lines.len().saturating_sub(LAST_LINES)..].join("; ");
+    let more = last.chars().count().saturating_sub(LAST_WORDS_CHARS);
+    last.chars().skip(more).collect()
 }
 
 /// The exclusive right to control a guest's QEMU, until this and all clones of its [`Qmp`] are
@@ -353,4 +372,20 @@ pub enum AbortError {
     /// It continues, and its QEMU has settings of the move.
     #[error("{0}")]
     Settings(String),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_has_the_last_lines_of_a_log() {
+        assert_eq!(last_words("one\ntwo\nthree\n"), "two; three");
+        assert_eq!(last_words("one"), "one");
+        assert_eq!(last_words(""), "");
+        let long = format!("{}\nends here", "x".repeat(1000));
+        let words = last_words(&long);
+        assert_eq!(words.chars().count(), LAST_WORDS_CHARS);
+        assert!(words.ends_with("ends here"));
+    }
 }

@@ -1,9 +1,11 @@
 //! Creates TAP devices, the backends of a guest's network cards, before its QEMU starts, and
 //! removes them afterwards.
 
+use crate::bridge_port;
 use crate::command_line::Plug;
 use crate::process::Account;
 use crate::scope::run;
+use longhaul_protocol::port::Port;
 use std::io;
 use std::path::Path;
 
@@ -17,7 +19,7 @@ pub(crate) fn name(unique: u32, index: usize) -> String {
     format!("lh{unique:08x}-{index}")
 }
 
-/// Creates a TAP device that `account` may open, and attaches it to a bridge.
+/// Creates a TAP device that `account` may open, and makes it a port of a bridge.
 pub(crate) async fn create(
     name: &str,
     plug: &Plug<'_>,
@@ -32,12 +34,21 @@ pub(crate) async fn create(
         add.extend(["user", uid]);
     }
     run("ip", &add).await?;
-    let wire = ["link", "set", "dev", name, "master", plug.bridge, "up"];
-    let plugged = run("ip", &wire).await;
-    if let Err(error) = plugged {
+    if let Err(error) = wire(name, plug.bridge, &plug.port).await {
         remove(name).await?;
         return Err(error);
     }
+    Ok(())
+}
+
+/// Attaches a device to a bridge. It is up only when it is in its VLANs.
+async fn wire(name: &str, bridge: &str, port: &Port) -> io::Result<()> {
+    if let Some(mtu) = port.mtu {
+        run("ip", &["link", "set", "dev", name, "mtu", &mtu.to_string()]).await?;
+    }
+    run("ip", &["link", "set", "dev", name, "master", bridge]).await?;
+    bridge_port::set(name, port).await?;
+    run("ip", &["link", "set", "dev", name, "up"]).await?;
     Ok(())
 }
 

@@ -433,11 +433,11 @@ fn ip(arguments: &str) -> String {
 }
 
 async fn launch_on_bridge() {
-    use longhaul_hypervisor::config::Network;
+    use longhaul_hypervisor::config::{BridgePort, Network};
     ip("link add br-test type bridge");
     let (emulator, _) = &emulators()[0];
     let mut host = Host::new();
-    let bridge = |name: &str| Network::Bridge(name.to_owned());
+    let bridge = |name: &str| Network::Bridge(BridgePort::of(name));
     host.config
         .networks
         .insert("lab".to_owned(), bridge("br-test"));

@@ -242,6 +242,7 @@ impl SystemGuest {
         let nic = self.has_clients(workload).then(|| Nic {
             network: network::NETWORK.to_owned(),
             mac: network::GUEST_MAC.to_owned(),
+            port: None,
         });
         nic.into_iter().collect()
     }

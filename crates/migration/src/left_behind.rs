@@ -8,7 +8,7 @@ use crate::status::registry::{Reservation, Taken};
 use longhaul_api::{ApiError, BECAUSE_CHARS_MAX, ErrorCode, OtherSide, ReclaimGuest};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::manager::{AbortError, Stays};
-use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::Generation;
 use longhaul_storage::Right;
 use longhaul_transport::ConnectError;
@@ -19,6 +19,8 @@ use tokio::time::timeout;
 
 /// Time limit for a host to answer before it is considered dead.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+/// Time after which a request that was repeated has failed again, if it does.
+const FAILS_WITHIN: Duration = Duration::from_millis(500);
 /// Increment of the generation. The dead host may have given the guest to a third host, which then
 /// has the generation in between.
 const GENERATIONS: u64 = 2;
@@ -127,7 +129,9 @@ pub(crate) async fn resume(context: &Arc<Context>, guest: &str) -> Result<(), Ap
     };
     let lease = guests.lease(&found, COMMAND_TIMEOUT).await;
     let lease = lease.map_err(|error| of_qemu(&error))?;
-    require_paused(guest, lease.qmp()).await?;
+    if require_paused(guest, lease.qmp()).await? == Paused::ByDisk {
+        return repeat_requests(guest, lease.qmp()).await;
+    }
     let stays = Stays::Interrupted {
         ran: true,
         stopped: true,
@@ -161,8 +165,34 @@ fn is_incoming(guest: &Guest) -> bool {
     }
 }
 
-/// Refuses a guest that runs, or that was not stopped by a migration.
-async fn require_paused(guest: &str, qmp: &Qmp) -> Result<(), ApiError> {
+/// Why a guest is paused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Paused {
+    /// A migration or an operator has paused it.
+    ByCommand,
+    /// A request to a disk has failed.
+    ByDisk,
+}
+
+/// Lets a guest run whose disk has failed. QEMU repeats the request.
+async fn repeat_requests(guest: &str, qmp: &Qmp) -> Result<(), ApiError> {
+    let of_qemu = |error: QmpError| {
+        ApiError::new(ErrorCode::Qemu, format!("{guest} is not resumed: {error}"))
+    };
+    qmp.query("cont").await.map_err(of_qemu)?;
+    tokio::time::sleep(FAILS_WITHIN).await;
+    let status = qmp.query("query-status").await.map_err(of_qemu)?;
+    if status["status"] == "io-error" {
+        let text = format!("{guest} is not resumed: its disk has failed again");
+        return Err(ApiError::new(ErrorCode::GuestState, text)
+            .hint("make room on the disk's storage, or repair it; QEMU's log may say more"));
+    }
+    tracing::info!(guest, "resumed by an operator after a disk had failed");
+    Ok(())
+}
+
+/// Refuses a guest that runs, or that neither a migration nor a failed disk has stopped.
+async fn require_paused(guest: &str, qmp: &Qmp) -> Result<Paused, ApiError> {
     let of_qemu = |error: &dyn std::fmt::Display| {
         ApiError::new(ErrorCode::Qemu, format!("{guest} is not resumed: {error}"))
     };
@@ -175,10 +205,11 @@ async fn require_paused(guest: &str, qmp: &Qmp) -> Result<(), ApiError> {
             let migration = migration.map_err(|error| of_qemu(&error))?;
             let migration = migration["status"].as_str().unwrap_or("none");
             if matches!(migration, "none" | "completed" | "failed" | "cancelled") {
-                return Ok(());
+                return Ok(Paused::ByCommand);
             }
             format!("another program is moving {guest} (migration {migration})")
         }
+        "io-error" => return Ok(Paused::ByDisk),
         "running" => format!("{guest} runs already"),
         other => format!("{guest} is {other} in QEMU, and no migration has paused it"),
     };

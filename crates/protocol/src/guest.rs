@@ -5,6 +5,7 @@
 //! description can be launched without trusting the peer with this host's files.
 
 use crate::hardware::Hardware;
+use crate::port::Port;
 use serde::{Deserialize, Serialize};
 
 /// A guest as its administrator describes it, in TOML, and as a peer receives it.
@@ -93,6 +94,12 @@ impl Disk {
     pub fn is_local(&self) -> bool {
         !self.shared && !self.read_only
     }
+
+    /// Returns whether it moves with the guest only if the destination lacks its image: it cannot
+    /// change, so an equal file there is as good.
+    pub fn moves_if_lacking(&self) -> bool {
+        !self.shared && self.read_only
+    }
 }
 
 /// A network card.
@@ -103,6 +110,10 @@ pub struct Nic {
     pub network: String,
     /// The card's MAC address, such as `52:54:00:12:34:56`.
     pub mac: String,
+    /// The port of its bridge at the host that it came from, if that is special. Between agents it
+    /// travels beside the description.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "crate::port")]
+    pub port: Option<Port>,
 }
 
 /// A virtio-serial port that the host reaches through a unix socket.

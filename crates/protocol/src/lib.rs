@@ -12,6 +12,7 @@ pub mod limits;
 pub mod machine;
 pub mod message;
 pub mod piece;
+pub mod port;
 pub mod region;
 pub mod units;
 pub mod wire;

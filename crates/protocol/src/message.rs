@@ -38,6 +38,9 @@
 //! A guest with files that do not move with it (shared disks, firmware, kernels) is queried by
 //! `QueryFiles` and offered by `OfferFiles`: each file is proved to be the same at both hosts.
 //!
+//! A guest with cards on special ports of bridges (VLANs, MTU, flags) is queried by `QueryPorts` and
+//! offered by `OfferPorts`, with or without such files.
+//!
 //! `Cancel` and `Aborted` may be sent at any time that the handover permits. After a lost
 //! connection the source opens a new channel with `Resume`, or with `Ask` to learn only the outcome
 //! of an attempt.
@@ -46,6 +49,7 @@ use crate::disk::{List, Missing, OfferedDisk};
 use crate::files::FileClaim;
 use crate::guest::GuestDescription;
 use crate::machine::Machine;
+use crate::port::CardPort;
 use crate::{Attempt, AttemptId, BlockRange, Epoch, Generation, MigrationId, RegionId, RegionSpec};
 use serde::{Deserialize, Serialize};
 
@@ -142,6 +146,12 @@ pub enum ToDestination {
     QueryFiles(Box<FilesQuery>),
     /// Offers a guest with files that do not move with it. From version 2 on.
     OfferFiles(Box<FilesOffer>),
+    /// A [`QueryFiles`](Self::QueryFiles), which may have no files, about a guest with cards on
+    /// special ports of bridges. From version 3 on.
+    QueryPorts(Box<PortsQuery>),
+    /// An [`OfferFiles`](Self::OfferFiles), which may have no files, of a guest with cards on
+    /// special ports of bridges. From version 3 on.
+    OfferPorts(Box<PortsOffer>),
 }
 
 /// Known content at the destination in which blocks of an arriving guest may be found.
@@ -248,6 +258,14 @@ pub enum ToSource {
     /// source repeats the question with their content.
     WantContent {
         /// The indexes of these files in the question.
+        files: Vec<u16>,
+    },
+    /// The answer to [`ToDestination::QueryFiles`] of a host that lacks read-only images, which can
+    /// move along. From version 3 on.
+    AnswerLacking {
+        /// All checks that were made.
+        answer: Answer,
+        /// The indexes of these images in the question.
         files: Vec<u16>,
     },
 }
@@ -369,6 +387,24 @@ pub struct FilesOffer {
     pub offer: DisksOffer,
     /// The files.
     pub files: Vec<FileClaim>,
+}
+
+/// A question about a guest with cards on special ports of bridges.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PortsQuery {
+    /// The question.
+    pub asked: FilesQuery,
+    /// The ports.
+    pub ports: Vec<CardPort>,
+}
+
+/// A guest that is offered, with cards on special ports of bridges.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PortsOffer {
+    /// The guest, its disks that move and its files that do not.
+    pub offered: FilesOffer,
+    /// The ports.
+    pub ports: Vec<CardPort>,
 }
 
 /// The refusal of an offer.

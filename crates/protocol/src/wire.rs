@@ -6,23 +6,29 @@
 
 use crate::disk::{Base, Remaining, STRIPE_BYTES, STRIPE_PAGES};
 use crate::files::FileClaim;
+use crate::guest::GuestDescription;
 use crate::limits::{
     ACKNOWLEDGED_MAX, CONTROL_MESSAGE_BYTES_MAX, CPU_PROPERTIES_MAX, DEVICE_STATE_BYTES_MAX,
     DEVICES_MAX, FILES_MAX, HOT_STRIPES_MAX, NAME_BYTES_MAX, PATH_BYTES_MAX, PRELUDE_BYTES_MAX,
     RANGES_MAX, REGION_BLOCKS_MAX, REGIONS_MAX, REMAINING_MAX,
 };
 use crate::machine::Machine;
-use crate::message::{Acknowledgement, DisksOffer, Offer, ToDestination, ToSource};
+use crate::message::{Acknowledgement, DisksOffer, FilesOffer, Offer, ToDestination, ToSource};
+use crate::port::CardPort;
 use crate::{BLOCK_SIZE, BlockRange, RegionSpec};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 /// Newest version of the messages.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Oldest supported version. It has no messages about files that do not move.
 pub const VERSION_OLDEST: u16 = 1;
 /// The first version in which files that do not move are proved to be the same.
 pub const VERSION_OF_FILES: u16 = 2;
+/// The first version in which read-only images move along if the destination lacks them.
+pub const VERSION_OF_IMAGES: u16 = 3;
+/// The first version in which the ports of a guest's cards travel.
+pub const VERSION_OF_PORTS: u16 = 3;
 
 /// A reason why bytes are not a message, or one that breaks a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -107,6 +113,18 @@ fn check_files(files: &[FileClaim]) -> Result<(), WireError> {
             false => Err(WireError::Malformed(
                 "a pattern of locks that is none".to_owned(),
             )),
+        }
+    })
+}
+
+fn check_ports(guest: &GuestDescription, ports: &[CardPort]) -> Result<(), WireError> {
+    let cards = guest.nics.len() as u64;
+    limit("the number of ports", ports.len() as u64, cards)?;
+    ports.iter().try_for_each(|card| {
+        limit("the number of a card", u64::from(card.nic) + 1, cards)?;
+        match card.port.is_sound() {
+            true => Ok(()),
+            false => Err(WireError::Malformed("a port that cannot be".to_owned())),
         }
     })
 }
@@ -231,6 +249,17 @@ impl Message for ToDestination {
                 offered.offer.check()?;
                 check_files(&offered.files)
             }
+            Self::QueryPorts(asked) => {
+                check_machine(&asked.asked.query.machine)?;
+                check_files(&asked.asked.files)?;
+                check_ports(&asked.asked.query.guest, &asked.ports)
+            }
+            Self::OfferPorts(offered) => {
+                let FilesOffer { offer, files } = &offered.offered;
+                offer.check()?;
+                check_files(files)?;
+                check_ports(&offer.offer.guest, &offered.ports)
+            }
             Self::List(list) => check_remaining(&list.remaining),
             Self::Unreadable { ranges, .. } => check_ranges(ranges),
             Self::Length { bytes, .. } => check_length(*bytes),
@@ -252,7 +281,7 @@ impl Message for ToSource {
             Self::Digests { range, .. } => check_range(range),
             Self::Missing(missing) => check_remaining(&missing.lacks),
             Self::Want { ranges, .. } | Self::Superseded { ranges, .. } => check_ranges(ranges),
-            Self::WantContent { files } => {
+            Self::WantContent { files } | Self::AnswerLacking { files, .. } => {
                 let count = files.len() as u64;
                 limit("the number of files", count, FILES_MAX as u64)
             }
@@ -285,8 +314,9 @@ mod tests {
     use super::*;
     use crate::disk::{DiskFormat, Hot, List, Missing, OfferedDisk, Pulled};
     use crate::files::{FileContent, FileKind, LockPattern};
-    use crate::guest::GuestDescription;
-    use crate::message::{FilesOffer, FilesQuery, Query};
+    use crate::guest::Nic;
+    use crate::message::{Answer, FilesQuery, PortsOffer, PortsQuery, Query};
+    use crate::port::Port;
     use crate::{Attempt, Epoch, Generation, MigrationId, RegionId};
     use proptest::prelude::*;
 
@@ -336,6 +366,13 @@ mod tests {
             region: RegionId(5),
             bytes: 3 << 16,
         };
+        let lacking = ToSource::AnswerLacking {
+            answer: Answer {
+                host: "paris".to_owned(),
+                checks: Vec::new(),
+            },
+            files: vec![2],
+        };
         let examples = [
             encode(&commit),
             encode(&complete),
@@ -343,6 +380,7 @@ mod tests {
             encode(&list),
             encode(&length),
             encode(&ToSource::WantContent { files: vec![0, 3] }),
+            encode(&lacking),
         ];
         for bytes in examples.map(Result::unwrap) {
             let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -585,6 +623,60 @@ mod tests {
         for (count, right) in [(FILES_MAX, true), (FILES_MAX + 1, false)] {
             let files = vec![0; count];
             assert_eq!(encode(&ToSource::WantContent { files }).is_ok(), right);
+        }
+    }
+
+    #[test]
+    fn ports_keep_to_the_cards_of_their_guest() {
+        let mut offer = an_offer();
+        offer.guest.nics = vec![Nic {
+            network: "office".to_owned(),
+            mac: "52:54:00:12:34:56".to_owned(),
+            port: None,
+        }];
+        let with = |nic, mtu| {
+            let port = Port {
+                vlans: Port::untagged(10),
+                mtu: Some(mtu),
+                flags: Default::default(),
+            };
+            let ports = vec![CardPort { nic, port }];
+            let query = Query {
+                guest: offer.guest.clone(),
+                machine: offer.machine.clone(),
+            };
+            let asked = FilesQuery {
+                query,
+                files: Vec::new(),
+            };
+            let offered = FilesOffer {
+                offer: DisksOffer {
+                    offer: offer.clone(),
+                    disks: Vec::new(),
+                },
+                files: vec![claim()],
+            };
+            [
+                ToDestination::QueryPorts(Box::new(PortsQuery {
+                    asked,
+                    ports: ports.clone(),
+                })),
+                ToDestination::OfferPorts(Box::new(PortsOffer { offered, ports })),
+            ]
+        };
+        let seeds: [&[u8]; 2] = [
+            include_bytes!("../../../fuzz/seeds/message/query-ports"),
+            include_bytes!("../../../fuzz/seeds/message/offer-ports"),
+        ];
+        for (message, seed) in with(0, 9000).into_iter().zip(seeds) {
+            let bytes = encode(&message).unwrap();
+            assert_eq!(bytes, seed);
+            assert_eq!(decode(&bytes), Ok(message));
+        }
+        for message in with(1, 9000).into_iter().chain(with(0, 9)) {
+            assert!(encode(&message).is_err());
+            let bytes = postcard::to_stdvec(&message).unwrap();
+            assert!(decode::<ToDestination>(&bytes).is_err());
         }
     }
 

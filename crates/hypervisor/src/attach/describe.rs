@@ -246,6 +246,8 @@ impl Describing<'_> {
         self.nics.push(Nic {
             network,
             mac: seen.text("mac").to_ascii_lowercase(),
+            // It is looked at when the guest moves.
+            port: None,
         });
         Some(())
     }

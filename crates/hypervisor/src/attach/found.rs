@@ -33,6 +33,8 @@ pub(super) struct Found {
     pub(super) onboard: Vec<String>,
     pub(super) media: Vec<Medium>,
     pub(super) wires: Wires,
+    /// The output of `info network`.
+    pub(super) networks: String,
     pub(super) memory: Memory,
     pub(super) limits: Limits,
 }
@@ -155,6 +157,7 @@ pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found
         onboard: onboard.into_iter().map(|(_, kind)| kind).collect(),
         media,
         wires: Wires::read(&networks, &usernet),
+        networks,
         memory: objects,
         limits,
     })

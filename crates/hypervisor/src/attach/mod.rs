@@ -12,6 +12,7 @@
 mod cards;
 mod contents;
 mod describe;
+pub mod discover;
 mod drives;
 mod found;
 mod limits;
@@ -23,6 +24,7 @@ mod properties;
 mod readconfig;
 mod words;
 
+use crate::bridge_port;
 use crate::config::HostConfig;
 use crate::description::{self, DescriptionError};
 use crate::folder::{GuestFolder, PathTooLong, Record};
@@ -37,6 +39,7 @@ use longhaul_protocol::machine::Machine;
 use names::Names;
 use nix::unistd::{Gid, Uid};
 use options::CommandLine;
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -297,7 +300,11 @@ pub async fn learn(
         what: "reading its command line",
         source,
     })?;
-    let names = Names { config, pid };
+    let mut names = Names {
+        config,
+        pid,
+        pvids: BTreeMap::new(),
+    };
     let open = |path: &str| readconfig::open(&names.seen_by_it(path));
     let (words, refusals) = readconfig::expand(words.get(1..).unwrap_or_default(), open);
     let mut line = CommandLine::read(&words);
@@ -308,6 +315,7 @@ pub async fn learn(
         source,
     })?;
     let found = found::look(qmp, process.as_ref()).await?;
+    names.pvids = bridge_port::pvids(&found.networks).await;
     let (description, refusals) = describe::describe(name, line, &found, &names);
     Ok(Learned {
         description,

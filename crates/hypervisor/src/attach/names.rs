@@ -5,6 +5,7 @@ use super::found::Inserted;
 use super::options::shown;
 use crate::config::{HostConfig, ImageFormat, Network};
 use crate::observe::Blocker;
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -16,7 +17,12 @@ const FILES_MAX: usize = 4096;
 pub(super) struct Names<'a> {
     pub(super) config: &'a HostConfig,
     pub(super) pid: i32,
+    /// The VLANs of TAP devices on bridges that look at VLANs.
+    pub(super) pvids: BTreeMap<String, u16>,
 }
+
+/// What the ports of Open vSwitch have as their master.
+const OPEN_VSWITCH: &str = "ovs-system";
 
 impl Names<'_> {
     /// Returns whether an image is invisible to other hosts.
@@ -189,30 +195,74 @@ impl Names<'_> {
             (None, Some(interface)) => master(interface),
             (None, None) => None,
         };
-        let Some(bridge) = bridge else {
-            return Err(refuse(
-                format!(
-                    "card {card}: TAP device {} is no port of a bridge",
-                    shown(interface.unwrap_or("?"))
-                ),
-                "make it a port of a Linux bridge that the configuration names".to_owned(),
-            ));
+        let bridge = match (bridge, interface) {
+            (Some(bridge), _) if bridge != OPEN_VSWITCH => bridge,
+            (bridge, _) => return Err(self.no_port(card, interface, bridge.is_some())),
         };
-        self.network_like(|network| *network == Network::Bridge(bridge.clone()))
-            .ok_or_else(|| {
-                refuse(
-                    format!(
-                        "card {card} is on bridge {}, which no network of the configuration \
-                     is",
-                        shown(&bridge)
-                    ),
-                    format!(
-                        "add to the configuration of this host:\n[networks]\nNAME = \
-                     {{ bridge = \"{}\" }}",
-                        shown(&bridge)
-                    ),
-                )
-            })
+        let vlan = interface.and_then(|interface| self.pvids.get(interface).copied());
+        let port = |network: &Network| match network {
+            Network::Bridge(port) if port.bridge == bridge => Some(port.vlan),
+            _ => None,
+        };
+        // A network of exactly this VLAN, or else one that says nothing of VLANs.
+        let of_vlan = vlan.and_then(|vlan| self.network_like(|it| port(it) == Some(Some(vlan))));
+        let any = || self.network_like(|it| matches!(port(it), Some(None | Some(0))));
+        of_vlan.or_else(any).ok_or_else(|| {
+            let (bridge, is_there) = (shown(&bridge), self.network_like(|it| port(it).is_some()));
+            let text = match (vlan, is_there) {
+                (Some(vlan), Some(name)) => format!(
+                    "card {card} is in VLAN {vlan} of bridge {bridge}, and network {name} is in \
+                     another one"
+                ),
+                _ => format!(
+                    "card {card} is on bridge {bridge}, which no network of the configuration is"
+                ),
+            };
+            let of_vlan = vlan.map_or(String::new(), |vlan| format!(", vlan = {vlan}"));
+            refuse(
+                text,
+                format!(
+                    "add to the configuration of this host:\n[networks]\nNAME = \
+                     {{ bridge = \"{bridge}\"{of_vlan} }}"
+                ),
+            )
+        })
+    }
+
+    /// Returns the refusal of a card whose other end is no port of a Linux bridge.
+    fn no_port(&self, card: &str, interface: Option<&str>, open_vswitch: bool) -> Blocker {
+        let device = shown(interface.unwrap_or("?"));
+        let on_a_bridge = "start the guest with a TAP device that is a port of a Linux bridge";
+        if open_vswitch {
+            return refuse(
+                format!(
+                    "card {card}: TAP device {device} is a port of Open vSwitch, whose ports \
+                     cannot be made again"
+                ),
+                format!("{on_a_bridge}; a bridge can be joined to Open vSwitch by a veth pair"),
+            );
+        }
+        if interface.is_none() && self.has_macvtap() {
+            return refuse(
+                format!("card {card} is on a macvtap device, which cannot be made again elsewhere"),
+                on_a_bridge.to_owned(),
+            );
+        }
+        refuse(
+            format!("card {card}: TAP device {device} is no port of a bridge"),
+            "make it a port of a Linux bridge that the configuration names".to_owned(),
+        )
+    }
+
+    /// Returns whether the process has a macvtap device open.
+    fn has_macvtap(&self) -> bool {
+        let files = fs::read_dir(format!("/proc/{}/fd", self.pid));
+        let mut files = files.into_iter().flatten().filter_map(Result::ok);
+        files.any(|file| {
+            let path = fs::read_link(file.path()).unwrap_or_default();
+            let number = path.to_str().and_then(|path| path.strip_prefix("/dev/tap"));
+            number.is_some_and(|number| number.parse::<u32>().is_ok())
+        })
     }
 
     fn network_like(&self, like: impl Fn(&Network) -> bool) -> Option<String> {

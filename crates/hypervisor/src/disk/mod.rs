@@ -12,6 +12,7 @@ mod graph;
 mod held;
 mod jobs;
 mod layout;
+mod losses;
 mod nodes;
 mod threads;
 
@@ -21,6 +22,7 @@ pub use drives::{Drive, Inserted, drives};
 pub use find::{FindError, device_of, find, find_below_export, refusals};
 pub use jobs::{Job, jobs};
 pub use layout::{Layout, LayoutChanged};
+pub use losses::{DiskExport, Limits, Losses, LostBitmap, exports, losses};
 pub use nodes::{DiskNodes, NodesError};
 
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
@@ -107,7 +109,10 @@ pub enum InsertError {
     #[error("{0}; it is not known which way the disk is used now: try again, or take it out")]
     InDoubt(QmpError),
     /// The guest was stopped for the change, and may not run again.
-    #[error("{0}; the guest was stopped for a moment and may still be: `cont` lets it run again")]
+    #[error(
+        "{0}; the guest was stopped for a moment and may still be: `longhaul guests resume` lets it \
+         run again"
+    )]
     Stopped(QmpError),
 }
 
@@ -140,7 +145,10 @@ pub enum RemoveError {
     #[error("{0}; it is not known which way the disk is used now: try again")]
     InDoubt(QmpError),
     /// The guest was stopped for the change, and may not run again.
-    #[error("{0}; the guest was stopped for a moment and may still be: `cont` lets it run again")]
+    #[error(
+        "{0}; the guest was stopped for a moment and may still be: `longhaul guests resume` lets it \
+         run again"
+    )]
     Stopped(QmpError),
 }
 

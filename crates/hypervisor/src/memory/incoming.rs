@@ -66,7 +66,7 @@ pub enum IncomingError {
     #[error("QEMU cannot load this guest: {0}")]
     Refused(String),
     /// QEMU has ended.
-    #[error("the destination's QEMU ended while it loaded the guest; its log says why")]
+    #[error("the destination's QEMU ended while it loaded the guest")]
     Ended,
     /// QEMU's answer is not understood.
     #[error(transparent)]

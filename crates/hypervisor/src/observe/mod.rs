@@ -475,6 +475,15 @@ pub(crate) async fn property(qmp: &Qmp, path: &str, name: &str) -> Result<Option
     }
 }
 
+/// Returns the generation id that a guest sees, if it has one.
+pub async fn generation_id(qmp: &Qmp) -> Result<Option<String>, QmpError> {
+    match qmp.query("query-vm-generation-id").await {
+        Ok(answer) => Ok(answer["guid"].as_str().map(str::to_owned)),
+        Err(QmpError::Refused { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 pub(crate) fn list(value: &Value, command: &str) -> Result<Vec<Value>, QmpError> {
     match value.as_array() {
         Some(values) => Ok(values.clone()),

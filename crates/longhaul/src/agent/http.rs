@@ -210,6 +210,7 @@ async fn perform(
             guests.detach(manager, value).await?;
             StatusCode::NO_CONTENT.into_response()
         }
+        Operation::DiscoverGuests => ok(&guests.discover().await?),
         Operation::TrackWrites => {
             guests.require(value)?;
             json(StatusCode::CREATED, &manager.track_writes(value).await?)

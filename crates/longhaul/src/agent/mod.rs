@@ -3,6 +3,7 @@
 mod allocator;
 mod attach;
 mod connections;
+mod discover;
 mod guests;
 mod hosts;
 mod http;

@@ -251,6 +251,8 @@ pub(crate) enum GuestsCommand {
         #[arg(long)]
         pid: Option<u32>,
     },
+    /// List the QEMUs of this host, and what would keep Longhaul from attaching to them
+    Discover,
     /// Forget an attached guest; it keeps running
     Detach {
         /// The guest

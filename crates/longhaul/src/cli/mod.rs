@@ -249,6 +249,10 @@ async fn guests(
                 ))
             })
         }
+        GuestsCommand::Discover => {
+            let found = client.discover_guests().await?;
+            show(output, &found, || show::discovered::guests(&found.guests))
+        }
         GuestsCommand::Detach { name } => {
             client.detach_guest(&name).await?;
             show(output, &json!({ "detached": name }), || {

@@ -501,6 +501,7 @@ pub fn absurd() -> Vec<(&'static str, Offer)> {
         let nic = Nic {
             network: "office".to_owned(),
             mac: "52:54:00:12:34:56".to_owned(),
+            port: None,
         };
         offer.guest.nics = vec![nic; 5000];
     });

@@ -3,6 +3,7 @@
 
 mod aborted_journals;
 mod base_images;
+mod bridge_ports;
 mod disk_exports;
 mod disk_images;
 mod fencing;
@@ -21,6 +22,7 @@ pub(crate) fn at_destination(about: &destination::About) -> Vec<Box<dyn destinat
     vec![
         Box::new(hooks::Arrival::new(about())),
         Box::new(shared_files::Arrival::new(about())),
+        Box::new(bridge_ports::Arrival::new(about())),
         Box::new(disk_images::Arrival::new(about())),
         Box::new(flash_variables::Arrival::new(about())),
         Box::new(base_images::Arrival::new(about())),

@@ -2,7 +2,7 @@
 //! launched, and QEMU must have opened the compared ones.
 
 use crate::destination::companion::{About, Companion, Offered, Step};
-use crate::destination::files::{self, Proof};
+use crate::destination::files::{self, Bringing, Proof};
 use crate::destination::qemu::DestinationQemu;
 use longhaul_protocol::message::{Refusal, RefusalCode, Verdict};
 use tokio::task::block_in_place;
@@ -37,9 +37,12 @@ impl Companion for Arrival {
                 peer,
                 offer,
                 claims,
+                disks,
                 ..
             } = offered;
-            self.proof = files::prove(context, peer, &offer.guest, *claims).await;
+            // A source that is too old offers only the disks that a guest writes.
+            let about = (&offer.guest, Bringing::Offered(disks));
+            self.proof = files::prove(context, peer, about, *claims).await;
             let mut checks = self.proof.checks.iter();
             if let Some(check) = checks.find(|check| check.verdict == Verdict::Refused) {
                 return Err(unsuitable(check.text.clone(), check.hint.clone()));

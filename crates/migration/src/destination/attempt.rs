@@ -381,6 +381,8 @@ impl DestinationAttempt {
             | ToDestination::OfferDisks(_)
             | ToDestination::QueryFiles(_)
             | ToDestination::OfferFiles(_)
+            | ToDestination::QueryPorts(_)
+            | ToDestination::OfferPorts(_)
             | ToDestination::Resume { .. }
             | ToDestination::Unreadable { .. }
             | ToDestination::Verified

@@ -2,12 +2,14 @@
 
 use crate::channel::{self, TalkError};
 use crate::destination::call::{Call, allows};
+use crate::destination::files::Bringing;
 use crate::destination::recovered::{AnswerError, Attempts};
 use crate::destination::{Destination, admission, attempt, files};
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{
-    DisksOffer, FilesOffer, FilesQuery, Query, ToDestination, ToSource,
+    DisksOffer, FilesOffer, FilesQuery, PortsOffer, PortsQuery, Query, ToDestination, ToSource,
 };
+use longhaul_protocol::port;
 use longhaul_protocol::{AttemptId, Epoch};
 use longhaul_storage::JournalError;
 use longhaul_transport::{Channel, CloseCode, Control, Permission};
@@ -93,15 +95,14 @@ async fn dispatch(
             answer_query(&context, call, &query, None).await
         }
         ToDestination::QueryFiles(asked) => {
-            // A source that may only send guests asks this before a move.
-            let may = |permission| allows(&call.control, permission);
-            if !may(Permission::Query) && !may(Permission::SendGuests) {
-                let reason = "this host may not ask: its scope lacks `query`";
-                call.control.close(CloseCode::NotAllowed, reason);
-                return Ok(());
-            }
             let FilesQuery { query, files } = *asked;
-            answer_query(&context, call, &query, Some(&files)).await
+            answer_files(&context, call, &query, &files).await
+        }
+        ToDestination::QueryPorts(asked) => {
+            let PortsQuery { asked, ports } = *asked;
+            let FilesQuery { mut query, files } = asked;
+            port::put(&mut query.guest, ports);
+            answer_files(&context, call, &query, &files).await
         }
         ToDestination::Offer(offer) => {
             attempt::receive(context, call, (*offer, Vec::new()), None).await;
@@ -115,6 +116,14 @@ async fn dispatch(
         ToDestination::OfferFiles(offered) => {
             let FilesOffer { offer, files } = *offered;
             let DisksOffer { offer, disks } = offer;
+            attempt::receive(context, call, (offer, disks), Some(files)).await;
+            Ok(())
+        }
+        ToDestination::OfferPorts(offered) => {
+            let PortsOffer { offered, ports } = *offered;
+            let FilesOffer { offer, files } = offered;
+            let DisksOffer { mut offer, disks } = offer;
+            port::put(&mut offer.guest, ports);
             attempt::receive(context, call, (offer, disks), Some(files)).await;
             Ok(())
         }
@@ -138,6 +147,23 @@ async fn dispatch(
     }
 }
 
+/// Answers about a guest with files that do not move with it, if the peer may ask.
+async fn answer_files(
+    context: &Arc<Destination>,
+    call: Call,
+    query: &Query,
+    files: &[FileClaim],
+) -> Result<(), TalkError> {
+    // A source that may only send guests asks this before a move.
+    let may = |permission| allows(&call.control, permission);
+    if !may(Permission::Query) && !may(Permission::SendGuests) {
+        let reason = "this host may not ask: its scope lacks `query`";
+        call.control.close(CloseCode::NotAllowed, reason);
+        return Ok(());
+    }
+    answer_query(context, call, query, Some(files)).await
+}
+
 /// Sends all checks of a guest. If there are files that locks do not identify, asks for their
 /// content instead.
 async fn answer_query(
@@ -148,14 +174,19 @@ async fn answer_query(
 ) -> Result<(), TalkError> {
     let Query { guest, machine } = query;
     let peer = call.control.peer().host.clone();
-    let proof = files::prove(context, &peer, guest, claims).await;
+    let brings = Bringing::by(call.control.peer().version);
+    let proof = files::prove(context, &peer, (guest, brings), claims).await;
     if !proof.wanted.is_empty() {
         let files = proof.wanted;
         return call.sender.send(&ToSource::WantContent { files });
     }
     let mut answer = context.local_checks(guest, machine, false).await;
     answer.checks.extend(proof.checks);
-    call.sender.send(&ToSource::Answer(answer))
+    let files = proof.lacking;
+    call.sender.send(&match files.is_empty() {
+        true => ToSource::Answer(answer),
+        false => ToSource::AnswerLacking { answer, files },
+    })
 }
 
 /// Passes on a source that has returned, with or without an epoch for blocks.
@@ -238,5 +269,7 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::Length { .. } => "Length",
         ToDestination::QueryFiles(_) => "QueryFiles",
         ToDestination::OfferFiles(_) => "OfferFiles",
+        ToDestination::QueryPorts(_) => "QueryPorts",
+        ToDestination::OfferPorts(_) => "OfferPorts",
     }
 }

@@ -402,6 +402,8 @@ impl Fetch {
             | ToDestination::OfferDisks(_)
             | ToDestination::QueryFiles(_)
             | ToDestination::OfferFiles(_)
+            | ToDestination::QueryPorts(_)
+            | ToDestination::OfferPorts(_)
             | ToDestination::Resume { .. }
             | ToDestination::Ask { .. } => self.lose().await,
         }

@@ -2,12 +2,15 @@
 //! QEMU was launched, checks that QEMU has opened the compared files.
 
 use crate::context::Context;
+use crate::disks::images;
 use crate::files::{Place, Staying, is_file_or_volume, of_guest, open, stands_on};
 use crate::limits::peer_quota;
 use longhaul_hypervisor::has_open;
+use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::files::{FileClaim, FileContent, FileKind};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Check, Verdict};
+use longhaul_protocol::wire::VERSION_OF_IMAGES;
 use longhaul_storage::same_file::{Which, locks};
 use longhaul_transport::TrustedHost;
 use std::fs::{self, File, Metadata};
@@ -22,6 +25,8 @@ pub(crate) struct Proof {
     pub(crate) checks: Vec<Check>,
     /// The indexes of claims that lack the content of the source's file, which is needed.
     pub(crate) wanted: Vec<u16>,
+    /// The indexes of claims about read-only images that this host lacks, and that move along.
+    pub(crate) lacking: Vec<u16>,
     found: Vec<Found>,
 }
 
@@ -45,11 +50,46 @@ enum Outcome {
     Refused(String, String),
 }
 
+/// Which read-only images can move along.
+#[derive(Clone, Copy)]
+pub(crate) enum Bringing<'a> {
+    /// None: the source is too old.
+    Nothing,
+    /// Those that this host lacks.
+    Lacking,
+    /// Those of these offered disks.
+    Offered(&'a [OfferedDisk]),
+}
+
+impl Bringing<'_> {
+    /// Returns what a source of this version can bring.
+    pub(crate) fn by(version: u16) -> Self {
+        match version < VERSION_OF_IMAGES {
+            true => Self::Nothing,
+            false => Self::Lacking,
+        }
+    }
+
+    /// Returns whether it can be this image of a guest.
+    fn brings(self, guest: &GuestDescription, image: &str) -> bool {
+        let mut disks = guest.disks.iter().filter(|disk| disk.image == image);
+        disks.any(|disk| {
+            disk.moves_if_lacking()
+                && match self {
+                    Self::Nothing => false,
+                    Self::Lacking => true,
+                    Self::Offered(disks) => disks.iter().any(|offered| offered.name == disk.name),
+                }
+        })
+    }
+}
+
 /// The peer that asks, and the guest it asks about.
 struct Question<'a> {
     here: &'a str,
     peer: &'a str,
     guest: &'a GuestDescription,
+    brings: Bringing<'a>,
 }
 
 /// Compares the files that a guest names here with a peer's claims about its own. No other file of
@@ -57,7 +97,7 @@ struct Question<'a> {
 pub(crate) async fn prove(
     context: &Context,
     peer: &TrustedHost,
-    guest: &GuestDescription,
+    (guest, brings): (&GuestDescription, Bringing<'_>),
     claims: Option<&[FileClaim]>,
 ) -> Proof {
     let mut proof = Proof::default();
@@ -75,6 +115,7 @@ pub(crate) async fn prove(
         here: &config.name,
         peer: &peer.name,
         guest,
+        brings,
     };
     let Some(claims) = claims else {
         let known = files
@@ -122,6 +163,9 @@ impl Question<'_> {
             }
             return None;
         };
+        if self.comes_or_arrives(context, &place, (claims, at), proof) {
+            return None;
+        }
         let compared = self.compare(context, peer, place, &claims[at]).await;
         let compared = compared.unwrap_or_else(|error| Compared {
             outcome: self.no_file(&staying, &claims[at], &error),
@@ -140,6 +184,65 @@ impl Question<'_> {
             proof.refuse(format!("{staying}: {why}"), hint.to_owned());
             None
         })
+    }
+
+    /// Adds the result for a read-only image that this host lacks, or that just arrives with another
+    /// guest. Returns false for other files.
+    fn comes_or_arrives(
+        &self,
+        context: &Context,
+        place: &Place,
+        (claims, at): (&[FileClaim], usize),
+        proof: &mut Proof,
+    ) -> bool {
+        let (staying, here) = (&place.staying, self.here);
+        if staying.kind != FileKind::Image || !staying.read_only {
+            return false;
+        }
+        if self.is_lacking(place, claims) {
+            match images::free_path(context, &staying.name, "the guest") {
+                Ok(_) => self.comes(staying, at, proof),
+                Err(refusal) => proof.refuse(refusal.text, refusal.hint.unwrap_or_default()),
+            }
+            return true;
+        }
+        // A file that another guest brings is complete once that guest is here.
+        match images::is_arriving(context, &place.path) {
+            Ok(false) => return false,
+            Ok(true) => proof.refuse(
+                format!("{staying} just arrives on {here} with another guest"),
+                "wait until that guest is there".to_owned(),
+            ),
+            Err(error) => {
+                let text = format!("{here} cannot tell which images just arrive: {error}");
+                proof.refuse(text, String::new());
+            }
+        }
+        true
+    }
+
+    /// Returns whether this host has no file of a read-only image, and the source can bring it. An
+    /// image that stands on another one does not move.
+    fn is_lacking(&self, place: &Place, claims: &[FileClaim]) -> bool {
+        let Place { staying, path, .. } = place;
+        let backing = |claim: &FileClaim| {
+            matches!(claim.kind, FileKind::Backing(_)) && claim.name == staying.name
+        };
+        let absent = || {
+            let found = fs::symlink_metadata(path);
+            found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+        };
+        self.brings.brings(self.guest, &staying.name) && !claims.iter().any(backing) && absent()
+    }
+
+    fn comes(&self, staying: &Staying, place: usize, proof: &mut Proof) {
+        let text = format!("{staying}: {} has none, and it moves along", self.here);
+        proof.lacking.push(place as u16);
+        proof.checks.push(Check {
+            verdict: Verdict::Fine,
+            text,
+            hint: None,
+        });
     }
 
     /// Compares one file.
@@ -282,7 +385,9 @@ impl Question<'_> {
 
     /// Returns what an operator can do about a file that is different or not proved to be the same.
     fn ways(&self, staying: &Staying, path: &str) -> String {
-        let Self { here, peer, guest } = self;
+        let Self {
+            here, peer, guest, ..
+        } = self;
         let name = &staying.name;
         let disk = guest.disks.iter().any(|disk| disk.image == *name);
         if staying.read_only {
@@ -297,10 +402,23 @@ impl Question<'_> {
                     );
                 }
             };
-            return format!(
+            let copy = format!(
                 "copy the file of {peer} to {here}, or name the right one under {table} in the \
                  configuration of {here}"
             );
+            let mut disks = guest.disks.iter();
+            let shared = disks.any(|disk| disk.image == *name && disk.shared);
+            return match (staying.kind, shared, guest.hardware.is_some()) {
+                (FileKind::Image, true, true) => format!(
+                    "{copy}; or write `local = true` under {table} in the configuration of \
+                     {peer}: where there is no file yet, it moves along"
+                ),
+                (FileKind::Image, true, false) => format!(
+                    "{copy}; or describe the disk without `shared = true`: where there is no file \
+                     yet, it moves along"
+                ),
+                _ => copy,
+            };
         }
         // The path is the peer's own, so it may be sent back.
         let plain = |c: char| !c.is_control() && c != '"';
@@ -556,6 +674,7 @@ mod tests {
             here: "paris",
             peer: "lyon",
             guest: &guest,
+            brings: Bringing::Nothing,
         };
         let claim = FileClaim {
             kind: FileKind::Image,

@@ -63,6 +63,14 @@ pub(crate) enum DestinationQemuError {
     /// QEMU did not take the stream, or could not load it.
     #[error(transparent)]
     Incoming(#[from] IncomingError),
+    /// QEMU could not load the guest.
+    #[error("{error}; the end of its log: {log}")]
+    Load {
+        /// What failed.
+        error: IncomingError,
+        /// The last lines of QEMU's log, which is removed with the rest of the guest.
+        log: String,
+    },
     /// QEMU refused a command or does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
@@ -278,11 +286,18 @@ impl DestinationQemu {
         &mut self,
         tail: Vec<u8>,
     ) -> impl Future<Output = Result<(), DestinationQemuError>> + Send + use<> {
-        let incoming = self.incoming.take();
+        let (incoming, guest) = (self.incoming.take(), self.guest.clone());
         async move {
             let incoming = incoming.ok_or(DestinationQemuError::Order("Complete without Start"))?;
-            incoming.finish(&tail).await?;
-            Ok(())
+            let loaded = incoming.finish(&tail).await;
+            loaded.map(drop).map_err(|error| match error {
+                // It has said more on its standard error.
+                IncomingError::Ended | IncomingError::Refused(_) | IncomingError::Socket { .. } => {
+                    let log = guest.last_words();
+                    DestinationQemuError::Load { error, log }
+                }
+                other => other.into(),
+            })
         }
     }
 

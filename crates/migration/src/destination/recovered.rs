@@ -354,8 +354,9 @@ impl RecoveredDestination {
             tracing::error!(guest, %error, "committed, and does not run");
             let text = format!("QEMU did not let {guest} go on after the agent's restart: {error}");
             let here = &ledger.context.parts.config.name;
-            let hint =
-                format!("remove what keeps it from running, then: longhaul guests resume {guest}");
+            let hint = format!(
+                "remove what keeps it from running, then on {here}: longhaul guests resume {guest}"
+            );
             let trouble = ApiError::new(ErrorCode::Internal, text).hint(hint);
             let state = format!("{guest} is {here}'s, and is stopped there");
             self.trouble = Some(trouble.state_of_guest(state));

@@ -16,7 +16,7 @@ use crate::host::writable;
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
-use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::guest::{Disk, GuestDescription};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{MigrationId, RegionId, RegionKind, RegionSpec};
@@ -163,7 +163,8 @@ pub(crate) fn look_for_room(
     name: &str,
 ) -> Result<Room, Refusal> {
     let described = guest.disks.iter().find(|disk| disk.name == name);
-    let Some(described) = described.filter(|disk| disk.is_local()) else {
+    let moves = |disk: &&Disk| disk.is_local() || disk.moves_if_lacking();
+    let Some(described) = described.filter(moves) else {
         return Err(invalid(format!(
             "{name} is not a disk of {} that moves",
             guest.name
@@ -245,7 +246,11 @@ pub(crate) fn places(
             && blocks > 0
     };
     let named = |name: &str| disks.iter().filter(|disk| disk.name == name).count() == 1;
-    let all = offer.guest.disks.iter().filter(|disk| disk.is_local());
+    // Read-only images move only if this host lacks them.
+    let all = offer.guest.disks.iter().filter(|disk| {
+        let offered = disks.iter().any(|offered| offered.name == disk.name);
+        disk.is_local() || disk.moves_if_lacking() && offered
+    });
     if regions.len() != disks.len()
         || !regions.iter().zip(disks).all(fit)
         || !all.clone().all(|disk| named(&disk.name))
@@ -270,6 +275,11 @@ pub(crate) fn places(
                 text,
                 "give its image the same `format` on both hosts",
             ));
+        }
+        let whole = disk.pulled == Pulled::Nothing && disk.base.is_none();
+        if described.is_some_and(|disk| disk.read_only) && !whole {
+            let text = format!("{here}: disk {} is read-only, and comes whole", disk.name);
+            return Err(invalid(text));
         }
         if !grows(disk) && disk.base.is_some() {
             let text = format!("{here}: disk {} is raw, and stands on nothing", disk.name);
@@ -539,9 +549,7 @@ pub(crate) fn sweep(context: &Context) {
 }
 
 fn sweep_one(context: &Context, name: &str, note: &Note) -> io::Result<()> {
-    let migration = name.split('.').next().unwrap_or(name).parse();
-    let migration = migration.map_err(|_| io::Error::other("it has no migration's name"))?;
-    match fate(context, migration, (&note.guest, note.generation))? {
+    match fate(context, migration_of(name)?, (&note.guest, note.generation))? {
         Fate::Open => return Ok(()),
         Fate::Stay => {}
         Fate::Go => {
@@ -553,6 +561,26 @@ fn sweep_one(context: &Context, name: &str, note: &Note) -> io::Result<()> {
         }
     }
     store(context).remove(name)
+}
+
+/// Returns whether an image was created for a guest that has not come yet, or does not come: its
+/// content is not complete, or it will be removed.
+pub(crate) fn is_arriving(context: &Context, image: &Path) -> io::Result<bool> {
+    for (name, note) in store(context).all()?.notes {
+        let of = (&*note.guest, note.generation);
+        if note.images.iter().any(|made| made.path == image)
+            && fate(context, migration_of(&name)?, of)? != Fate::Stay
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Returns the migration that a note is named after.
+fn migration_of(name: &str) -> io::Result<MigrationId> {
+    let migration = name.split('.').next().unwrap_or(name).parse();
+    migration.map_err(|_| io::Error::other("it has no migration's name"))
 }
 
 /// Returns the decision about an arriving guest. `generation` is that of the right after the

@@ -93,6 +93,8 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     // These use the points of the messages that they extend: see `name`.
     QueryFiles "query" [],
     OfferFiles "offer" [],
+    QueryPorts "query" [],
+    OfferPorts "offer" [],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:
@@ -115,6 +117,8 @@ named! { ToSource in TO_SOURCE by to_source_name:
     Want "want" [Destination],
     Superseded "superseded" [Destination],
     WantContent "want-content" [Destination],
+    // It uses the point of the message that it extends.
+    AnswerLacking "answer" [],
 }
 
 impl Named for ToDestination {
@@ -123,6 +127,7 @@ impl Named for ToDestination {
     fn name(&self) -> &'static str {
         match self {
             Self::OfferFiles(offered) if !offered.offer.disks.is_empty() => "offer-disks",
+            Self::OfferPorts(offered) if !offered.offered.offer.disks.is_empty() => "offer-disks",
             other => to_destination_name(other),
         }
     }

@@ -10,9 +10,10 @@ use crate::host::descriptions;
 use crate::host::peer_limits::PeerLimits;
 use crate::limits::allowances::{Arriving, State};
 use crate::limits::shared_dedup::Others;
+use longhaul_hypervisor::config::Network;
 use longhaul_hypervisor::description;
 use longhaul_hypervisor::manager::Found;
-use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::guest::{GuestDescription, Nic};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{HostId, MigrationId};
@@ -138,7 +139,7 @@ fn look_at(
         return Err(excess.of("attempts_per_hour", format!("begin {most} moves an hour")));
     }
     sound(context, offer)?;
-    named(&excess, limits, &offer.guest)?;
+    named(context, &excess, limits, &offer.guest)?;
     let mut state = allowances.lock();
     if state.arriving.contains_key(&offer.migration) {
         let text = format!("{here} is busy with migration {}", offer.migration);
@@ -203,7 +204,7 @@ pub(crate) fn may_name(
         here: &context.parts.config.name,
         peer: &peer.name,
     };
-    named(&excess, context.allowances.limits(peer), guest)
+    named(context, &excess, context.allowances.limits(peer), guest)
 }
 
 /// Checks an offer without counting anything.
@@ -243,6 +244,7 @@ fn sound(context: &Context, offer: &Offer) -> Result<(), Refusal> {
 }
 
 fn named(
+    context: &Context,
     excess: &Excess<'_>,
     limits: &PeerLimits,
     guest: &GuestDescription,
@@ -264,10 +266,41 @@ fn named(
         return Err(refused("images", name));
     }
     let mut nics = guest.nics.iter().map(|nic| &nic.network);
-    match nics.find(|name| other(&limits.networks, name)) {
-        Some(name) => Err(refused("networks", name)),
-        None => Ok(()),
+    if let Some(name) = nics.find(|name| other(&limits.networks, name)) {
+        return Err(refused("networks", name));
     }
+    match limits.networks.is_some() {
+        true => own_vlans(context, excess, guest),
+        false => Ok(()),
+    }
+}
+
+/// Refuses VLANs that a peer chooses which may only use some networks: a network is then what this
+/// host's configuration says.
+fn own_vlans(
+    context: &Context,
+    excess: &Excess<'_>,
+    guest: &GuestDescription,
+) -> Result<(), Refusal> {
+    let networks = &context.parts.config.hypervisor.networks;
+    let chosen = |nic: &&Nic| {
+        let vlans = nic.port.as_ref().is_some_and(|port| !port.vlans.is_empty());
+        let says = match networks.get(&nic.network) {
+            Some(Network::Bridge(port)) => port.vlan.is_some(),
+            _ => true,
+        };
+        vlans && !says
+    };
+    let Some(nic) = guest.nics.iter().find(chosen) else {
+        return Ok(());
+    };
+    let (Excess { here, peer }, network) = (excess, &nic.network);
+    let text = format!(
+        "{here} lets guests of {peer} use only some networks, and card {} asks for VLANs of its own",
+        nic.mac
+    );
+    let hint = format!("write vlan = ... for {network} under [networks] in {here}'s agent.toml");
+    Err(refusal(RefusalCode::NotAllowed, text, Some(hint)))
 }
 
 /// Checks that the peer's limits allow one more guest.

@@ -1,10 +1,10 @@
-//! Reasons of a guest's disks that prevent a move now, even if the disks stay: a running job, and a
-//! disk whose image is not the described one.
+//! Reasons of a guest's disks that prevent a move now, even if the disks stay: a running job, an
+//! export by QEMU itself, and a disk whose image is not the described one.
 
 use crate::context::Context;
 use crate::disks::exports;
 use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::disk::{Drive, drives, jobs};
+use longhaul_hypervisor::disk::{self, Drive, drives, jobs};
 use longhaul_hypervisor::observe::Blocker;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use std::fs;
@@ -17,7 +17,7 @@ pub(crate) async fn find(
     guest: &Guest,
     qmp: &Qmp,
 ) -> Result<Vec<Blocker>, QmpError> {
-    let (jobs, drives) = tokio::try_join!(jobs(qmp), drives(qmp))?;
+    let (jobs, drives, exports) = tokio::try_join!(jobs(qmp), drives(qmp), disk::exports(qmp))?;
     let mut found: Vec<Blocker> = jobs
         .into_iter()
         .map(|job| Blocker {
@@ -28,6 +28,16 @@ pub(crate) async fn find(
             hint: "let it end, or end it (QMP `job-cancel`), before the guest moves".to_owned(),
         })
         .collect();
+    found.extend(exports.into_iter().map(|export| {
+        Blocker {
+        text: format!(
+            "QEMU exports the guest's disks: export {} ({}) of node {}, which a backup may read",
+            export.id, export.kind, export.node
+        ),
+        hint: "let its client end, then remove it (QMP `block-export-del`), before the guest moves"
+            .to_owned(),
+    }
+    }));
     let images = &context.parts.config.hypervisor.images;
     let pid = guest.pid().unwrap_or(-1);
     for disk in &guest.description().disks {

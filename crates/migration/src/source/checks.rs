@@ -4,7 +4,7 @@
 use crate::context::Context;
 use crate::source::candidate::is_paused;
 use crate::source::local_disks::{self, Known};
-use crate::source::{blockers, tracking};
+use crate::source::{blockers, described, tracking};
 use crate::status::failure;
 use longhaul_api::{ApiError, Check, DiskChoice, ErrorCode};
 use longhaul_hypervisor::Guest;
@@ -12,6 +12,7 @@ use longhaul_hypervisor::attach::look_again;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::observe::{self, Blocker};
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use std::fmt::Display;
 use tokio::task::block_in_place;
@@ -31,6 +32,8 @@ pub(crate) struct Reason {
 #[derive(Debug)]
 pub(crate) struct Examined {
     pub(crate) machine: Machine,
+    /// The description that the destination launches, with the ports of its network cards.
+    pub(crate) described: GuestDescription,
     /// Whether its owner has paused it.
     pub(crate) paused: bool,
     pub(crate) known: Known,
@@ -108,6 +111,13 @@ pub(crate) async fn examine(
             false
         }
     };
+    let described = match described::described(guest, qmp).await {
+        Ok(described) => described,
+        Err(error) => {
+            reasons.push(Reason::lasting("network", error));
+            guest.description().clone()
+        }
+    };
     if let Err(error) = tracking::refuse_tracked(context, guest.name()) {
         reasons.push(Reason::passing("disks", error));
     }
@@ -116,12 +126,13 @@ pub(crate) async fn examine(
     }
     let local = block_in_place(|| {
         let description = guest.description();
-        local_disks::each(context, description, disks, &known, &[])
+        local_disks::each(context, description, disks, &known, (&[], &[]))
     });
     let refused = local.into_iter().filter_map(Result::err);
     reasons.extend(refused.map(|error| Reason::lasting("disks", error)));
     Ok(Examined {
         machine,
+        described,
         paused,
         known,
         reasons,

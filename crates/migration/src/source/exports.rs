@@ -36,7 +36,7 @@ impl Fronts {
         &self.below
     }
 
-    /// Inserts exports below the disks of a guest, and begins write reporting. After an error,
+    /// Inserts exports below the disks that a guest writes, and begins write reporting. After an error,
     /// [`take_out`](crate::disks::exports::take_out) has to be called.
     pub(crate) async fn put_in(
         state: &Path,
@@ -47,7 +47,8 @@ impl Fronts {
         let mut fronts = Self::none();
         let mut all_noted = Vec::new();
         let mut all_nodes = Vec::new();
-        for (n, disk) in disks.iter().enumerate() {
+        let written = disks.iter().filter(|disk| !disk.read_only);
+        for (n, disk) in written.enumerate() {
             let of_disk = |why: &dyn Display| FrontError::new(&disk.spec.name, why);
             let of = (&*disk.spec.name, &*disk.image);
             let (device, nodes) = device_and_nodes(guest, qmp, of).await?;
@@ -80,13 +81,15 @@ impl Fronts {
             all_noted.push(noted);
             all_nodes.push(nodes);
         }
-        let (all_fronts, still) = insert_all(qmp, &mut all_noted, &all_nodes).await?;
-        fronts.below = all_nodes.into_iter().zip(all_fronts).collect();
-        tracing::info!(
-            guest = guest.name(),
-            ?still,
-            "reached through the disk export"
-        );
+        if !all_noted.is_empty() {
+            let (all_fronts, still) = insert_all(qmp, &mut all_noted, &all_nodes).await?;
+            fronts.below = all_nodes.into_iter().zip(all_fronts).collect();
+            tracing::info!(
+                guest = guest.name(),
+                ?still,
+                "reached through the disk export"
+            );
+        }
         for disk in disks {
             let told = block_in_place(|| disk.tell_holes(sending));
             told.map_err(|error| FrontError::new(&disk.spec.name, &error))?;

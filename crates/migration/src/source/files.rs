@@ -9,8 +9,12 @@ use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::has_open;
 use longhaul_protocol::files::{FileClaim, FileKind};
-use longhaul_protocol::message::{Check, FilesQuery, Query, ToDestination, ToSource, Verdict};
-use longhaul_protocol::wire::VERSION_OF_FILES;
+use longhaul_protocol::guest::{Disk, GuestDescription};
+use longhaul_protocol::message::{
+    Check, FilesQuery, PortsQuery, Query, ToDestination, ToSource, Verdict,
+};
+use longhaul_protocol::port::{self, CardPort};
+use longhaul_protocol::wire::{VERSION_OF_FILES, VERSION_OF_PORTS};
 use longhaul_storage::same_file::HeldLocks;
 use longhaul_transport::{ChannelError, Control};
 use std::fs::{self, Metadata};
@@ -35,6 +39,15 @@ struct OneFile {
     staying: Staying,
     path: PathBuf,
     _locks: Option<HeldLocks>,
+}
+
+/// The answer of a destination.
+#[derive(Default)]
+pub(crate) struct Asked {
+    /// All of its checks.
+    pub(crate) checks: Vec<Check>,
+    /// The read-only images that it lacks, by name: they have to move along.
+    pub(crate) lacking: Vec<String>,
 }
 
 /// The reason why there is no answer.
@@ -151,6 +164,25 @@ impl Held {
         &self.claims
     }
 
+    /// Returns the names of the files at these places, which must be read-only images that can move
+    /// along.
+    fn lacking(&self, guest: &GuestDescription, files: &[u16]) -> Result<Vec<String>, TalkError> {
+        let movable = |staying: &&Staying| {
+            let image = |disk: &Disk| disk.image == staying.name && disk.moves_if_lacking();
+            staying.kind == FileKind::Image && guest.disks.iter().any(image)
+        };
+        let unfit = TalkError::Unfit("it lacks a file that does not move");
+        let named = files.iter().map(|place| {
+            let file = self.files.get(usize::from(*place));
+            let staying = file.map(|file| &file.staying).filter(movable);
+            Ok(staying.ok_or_else(|| unfit.clone())?.name.clone())
+        });
+        let mut names = named.collect::<Result<Vec<_>, TalkError>>()?;
+        names.sort();
+        names.dedup();
+        Ok(names)
+    }
+
     /// Returns the time in which the destination reads the files.
     pub(crate) fn reading_time(&self) -> Duration {
         let contents = self.claims.iter().filter_map(|claim| claim.content);
@@ -208,14 +240,20 @@ impl Held {
 pub(crate) async fn ask(
     context: &Context,
     control: &Control,
-    query: Query,
+    mut query: Query,
     held: &mut Held,
-) -> Result<Vec<Check>, AskError> {
-    let unasked = held.unasked(control);
-    if held.is_empty() || unasked.is_some() {
+) -> Result<Asked, AskError> {
+    let ports = port::take(&mut query.guest);
+    let unasked = held
+        .unasked(control)
+        .or_else(|| unasked_ports(control, &ports));
+    if held.is_empty() && ports.is_empty() || unasked.is_some() {
         let question = ToDestination::Query(Box::new(query));
         return match answer(control, &question, ANSWER_WITHIN).await? {
-            ToSource::Answer(answer) => Ok(answer.checks.into_iter().chain(unasked).collect()),
+            ToSource::Answer(answer) => Ok(Asked {
+                checks: answer.checks.into_iter().chain(unasked).collect(),
+                lacking: Vec::new(),
+            }),
             _ => Err(TalkError::Unfit("a question is answered by Answer").into()),
         };
     }
@@ -225,10 +263,27 @@ pub(crate) async fn ask(
             query: query.clone(),
             files: held.claims().to_vec(),
         };
-        let question = ToDestination::QueryFiles(Box::new(asked));
+        let question = match ports.is_empty() {
+            true => ToDestination::QueryFiles(Box::new(asked)),
+            false => ToDestination::QueryPorts(Box::new(PortsQuery {
+                asked,
+                ports: ports.clone(),
+            })),
+        };
         let limit = ANSWER_WITHIN + held.reading_time();
         match answer(control, &question, limit).await? {
-            ToSource::Answer(answer) => return Ok(answer.checks),
+            ToSource::Answer(answer) => {
+                return Ok(Asked {
+                    checks: answer.checks,
+                    lacking: Vec::new(),
+                });
+            }
+            ToSource::AnswerLacking { answer, files } => {
+                return Ok(Asked {
+                    checks: answer.checks,
+                    lacking: held.lacking(&query.guest, &files)?,
+                });
+            }
             ToSource::WantContent { files } if !files.is_empty() => {
                 held.say_content(context, &files).await?;
             }
@@ -236,6 +291,24 @@ pub(crate) async fn ask(
         }
     }
     Err(TalkError::Unfit("a question about files is answered by Answer or WantContent").into())
+}
+
+/// Returns a refusal if the peer is too old to be told of the ports of a guest's cards.
+fn unasked_ports(control: &Control, ports: &[CardPort]) -> Option<Check> {
+    let peer = control.peer();
+    let CardPort { port, .. } = ports.first()?;
+    if peer.version >= VERSION_OF_PORTS {
+        return None;
+    }
+    let (host, software) = (&peer.host.name, &peer.software);
+    Some(Check {
+        verdict: Verdict::Refused,
+        text: format!(
+            "{host} runs {software:?}, which cannot give a card of the guest the port that it has \
+             here: {port}"
+        ),
+        hint: Some(format!("update the agent on {host}")),
+    })
 }
 
 async fn answer(

@@ -16,7 +16,7 @@ use longhaul_hypervisor::disk_rate;
 use longhaul_hypervisor::has_open;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use longhaul_image::ImageId;
-use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
+use longhaul_protocol::disk::{Base, DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::{Disk as Described, GuestDescription};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use longhaul_storage::disk::qcow2::end_bytes;
@@ -48,6 +48,9 @@ pub(crate) struct LocalDisk {
     pub(crate) offered: OfferedDisk,
     pub(crate) image: PathBuf,
     pub(crate) disk: Arc<RawDisk>,
+    /// Whether the guest only reads it, so that nobody has to report its writes. Other guests of
+    /// this host may use the image too: it stays here.
+    pub(crate) read_only: bool,
     /// The guest's average write rate, in bytes per second.
     usually_written: f64,
 }
@@ -199,15 +202,16 @@ async fn average(running: &Guest, qmp: &Qmp) -> Result<BTreeMap<String, f64>, Qm
     }
 }
 
-/// Returns the disks that move with the guest. The ids of their regions follow those of the memory.
+/// Returns the disks that move with the guest, among them those of read-only images that the
+/// destination lacks, by name. The ids of their regions follow those of the memory.
 pub(crate) fn local(
     context: &Context,
     guest: &GuestDescription,
     asked: DiskChoice,
     known: &Known,
-    memory: &[RegionSpec],
+    (memory, lacking): (&[RegionSpec], &[String]),
 ) -> Result<Vec<LocalDisk>, ApiError> {
-    let local = each(context, guest, asked, known, memory);
+    let local = each(context, guest, asked, known, (memory, lacking));
     local.into_iter().collect()
 }
 
@@ -217,15 +221,24 @@ pub(crate) fn each(
     guest: &GuestDescription,
     asked: DiskChoice,
     known: &Known,
-    memory: &[RegionSpec],
+    (memory, lacking): (&[RegionSpec], &[String]),
 ) -> Vec<Result<LocalDisk, ApiError>> {
     if asked == DiskChoice::Shared {
         return Vec::new();
     }
     let disks = guest.disks.iter().filter(|disk| disk.is_local());
+    // Several drives may have one read-only image.
+    let of_image = |image: &String| {
+        let mut disks = guest.disks.iter().filter(|disk| disk.moves_if_lacking());
+        disks.find(|disk| disk.image == *image)
+    };
+    let disks = disks.chain(lacking.iter().filter_map(of_image));
     let first = memory.last().map_or(0, |last| last.id.0 + 1);
     let local = (first..).zip(disks).map(|(region, described)| {
         let region = RegionId(region);
+        if described.read_only {
+            return open_read_only(context, described, region, known);
+        }
         let (strategy, why) = match strategy(asked) {
             Some(strategy) => (strategy, None),
             None => {
@@ -264,15 +277,7 @@ fn open(
     known: &Known,
 ) -> Result<LocalDisk, ApiError> {
     let name = &described.name;
-    let refused = |text: String| ApiError::new(ErrorCode::Refused, text);
-    let images = &context.parts.config.hypervisor.images;
-    let image = images.get(&described.image).ok_or_else(|| {
-        let text = format!(
-            "this host does not know the image {} any more",
-            described.image
-        );
-        refused(text).hint("name it under [images] in the agent's configuration")
-    })?;
+    let image = image_of(context, described)?;
     writable::check(&image.path).map_err(|unwritable| {
         refused(format!("disk {name}: {}", unwritable.text)).hint(unwritable.hint)
     })?;
@@ -290,9 +295,77 @@ fn open(
     };
     let disk = RawDisk::open(&image.path, size)
         .map_err(|error| refused(format!("disk {name}: {error}")))?;
+    let content = (disk, format, base);
+    let usually_written = known.usually_written.get(name).copied().unwrap_or(0.0);
+    Ok(LocalDisk {
+        why,
+        usually_written,
+        ..local_disk((described, image), region, (content, strategy), known.pid)?
+    })
+}
+
+/// Opens a read-only image that the destination lacks. It is sent once, since it cannot change.
+fn open_read_only(
+    context: &Context,
+    described: &Described,
+    region: RegionId,
+    known: &Known,
+) -> Result<LocalDisk, ApiError> {
+    let name = &described.name;
+    let image = image_of(context, described)?;
+    let format = match image.format {
+        ImageFormat::Raw => DiskFormat::Raw,
+        ImageFormat::Qcow2 => {
+            let growing = qcow2::look(name, &image.path)?;
+            if growing.backing.is_some() {
+                let text = format!(
+                    "disk {name}: its image {} is read-only and stands on another one, which does \
+                     not move along",
+                    described.image
+                );
+                let hint = "copy both files to the destination, or make one plain image of them: \
+                            qemu-img convert -O qcow2 OLD NEW";
+                return Err(refused(text).hint(hint));
+            }
+            growing.format
+        }
+    };
+    let disk = RawDisk::open_to_read(&image.path)
+        .map_err(|error| refused(format!("disk {name}: {error}")))?;
+    let content = ((disk, format, None), Strategy::PRECOPY);
+    local_disk((described, image), region, content, known.pid)
+}
+
+fn refused(text: String) -> ApiError {
+    ApiError::new(ErrorCode::Refused, text)
+}
+
+/// Returns the image of a disk on this host.
+fn image_of<'a>(context: &'a Context, described: &Described) -> Result<&'a Image, ApiError> {
+    let images = &context.parts.config.hypervisor.images;
+    images.get(&described.image).ok_or_else(|| {
+        let text = format!(
+            "this host does not know the image {} any more",
+            described.image
+        );
+        refused(text).hint("name it under [images] in the agent's configuration")
+    })
+}
+
+/// The file of an image, its format and its base image.
+type Opened = (RawDisk, DiskFormat, Option<Base>);
+
+/// Returns the disk of an opened image, unless QEMU uses another file.
+fn local_disk(
+    (described, image): (&Described, &Image),
+    region: RegionId,
+    ((disk, format, base), strategy): (Opened, Strategy),
+    pid: i32,
+) -> Result<LocalDisk, ApiError> {
+    let name = &described.name;
     let looked = disk.file().metadata();
     let file = looked.map_err(|error| refused(format!("disk {name}: {error}")))?;
-    let used = has_open(known.pid, &file);
+    let used = has_open(pid, &file);
     let used = used.map_err(|error| {
         refused(format!(
             "disk {name}: cannot tell which file its QEMU uses: {error}"
@@ -339,10 +412,11 @@ fn open(
         },
         spec,
         strategy,
-        why,
+        why: None,
         image: image.path.clone(),
         disk: Arc::new(disk),
-        usually_written: known.usually_written.get(name).copied().unwrap_or(0.0),
+        read_only: described.read_only,
+        usually_written: 0.0,
     })
 }
 

@@ -6,8 +6,10 @@ use crate::source::candidate::{Candidate, candidate};
 use crate::source::checks::{self, Examined, Reason};
 use crate::source::companion::About;
 use crate::source::convergence;
+use crate::source::described;
 use crate::source::files::{self, AskError, Held};
 use crate::source::local_disks::{self, Known, LocalDisk};
+use crate::source::losses;
 use crate::source::qemu::{SourceQemu, SourceQemuError};
 use crate::status::failure;
 use crate::status::registry::Taken;
@@ -19,7 +21,6 @@ use longhaul_hypervisor::dirty_rate;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_hypervisor::tested;
-use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{self, Query, Verdict};
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
@@ -78,7 +79,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     }
     // Reserved, so that nothing else controls this QEMU meanwhile.
     let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
-    let (machine, look, mut known) = look_here(context, &candidate, &mut plan).await?;
+    let (query, look, mut known) = look_here(context, &candidate, &mut plan).await?;
     let about = About {
         context: source.context.clone(),
         guest: request.guest.clone(),
@@ -87,7 +88,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     };
     let companions = source.companions(&about);
     plan.checks.extend(companions.look(&candidate.guest));
-    let control = ask_there(context, &candidate, &machine, &mut plan).await;
+    let (control, lacking) = ask_there(context, &candidate, query, &mut plan).await;
     if control.is_some() {
         measure_link(context, &mut plan).await;
     }
@@ -95,7 +96,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     let rtt = plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3));
     let rate = plan.rate_bps.map(|rate| rate as f64 / 8.0);
     known.limit(rate, plan.asked.bandwidth_bps, rtt.unwrap_or_default());
-    let disk_bytes = look_at_disks(context, &candidate, &known, &mut plan);
+    let disk_bytes = look_at_disks(context, &candidate, (&known, &lacking), &mut plan);
     plan.predictions
         .push(predict(&look, &Asking::of(&plan, disk_bytes)));
     plan.possible = plan
@@ -105,14 +106,27 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     Ok(plan)
 }
 
-/// Checks the disks that move with the guest. Returns an estimate of the bytes that travel.
-fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: &mut Plan) -> u64 {
+/// Checks the disks that move with the guest, among them those of read-only images that the
+/// destination lacks. Returns an estimate of the bytes that travel.
+fn look_at_disks(
+    context: &Context,
+    candidate: &Candidate,
+    (known, lacking): (&Known, &[String]),
+    plan: &mut Plan,
+) -> u64 {
     let guest = candidate.guest.description();
     // The checks of the guest report why a disk cannot move.
-    let disks = block_in_place(|| local_disks::each(context, guest, DiskChoice::Auto, known, &[]));
+    let regions = (&[][..], lacking);
+    let disks =
+        block_in_place(|| local_disks::each(context, guest, DiskChoice::Auto, known, regions));
     let disks: Vec<LocalDisk> = disks.into_iter().filter_map(Result::ok).collect();
     plan.checks.extend(disks.iter().map(|disk| {
         let offered = &disk.offered;
+        if disk.read_only {
+            let (name, bytes) = (&offered.name, show_bytes(disk.shown_bytes()));
+            let text = format!("disk {name} moves along: {bytes}, read-only");
+            return Check::ok("disks", text);
+        }
         let why = disk.why.map(|why| format!(", since {why}"));
         let base = disk.base();
         let base = base.map(|id| format!(", without its base image {}", id.short()));
@@ -167,7 +181,7 @@ async fn look_here(
     context: &Context,
     candidate: &Candidate,
     plan: &mut Plan,
-) -> Result<(Machine, Look, Known), ApiError> {
+) -> Result<(Query, Look, Known), ApiError> {
     let guests = &context.parts.guests;
     let lease = guests.lease(&candidate.guest, COMMAND_TIMEOUT).await;
     let lease = lease.map_err(|error| qemu(&error))?;
@@ -175,6 +189,7 @@ async fn look_here(
     let examined = checks::examine(context, &candidate.guest, qmp, DiskChoice::Auto).await?;
     let Examined {
         machine,
+        described: guest,
         known,
         reasons,
         ..
@@ -194,9 +209,13 @@ async fn look_here(
     }
     plan.checks
         .extend(reasons.into_iter().map(Reason::into_check));
+    plan.checks.extend(described::ports(&guest));
+    let losses = losses::checks(qmp, &candidate.host.name).await;
+    plan.checks.extend(losses.map_err(|error| qemu(&error))?);
+    let query = Query { guest, machine };
     let mut seen = Look::default();
     if !has_memory {
-        return Ok((machine, seen, known));
+        return Ok((query, seen, known));
     }
     let outbound = SourceQemu::attach(guests.clone(), candidate.guest.clone(), lease).await;
     let outbound = outbound.map_err(SourceQemuError::into_api)?;
@@ -205,7 +224,7 @@ async fn look_here(
     seen = *looking.borrow();
     plan.memory_used_bytes = seen.used_bytes;
     plan.dirty_rate_bytes_per_s = seen.dirty_bytes_per_s;
-    Ok((machine, seen, known))
+    Ok((query, seen, known))
 }
 
 /// Findings about a guest's memory.
@@ -278,12 +297,14 @@ fn sample(
     (used_bytes, share)
 }
 
+/// Asks the destination for its checks. Returns the connection, and the read-only images that the
+/// destination lacks, by name.
 async fn ask_there(
     context: &Arc<Context>,
     candidate: &Candidate,
-    machine: &Machine,
+    query: Query,
     plan: &mut Plan,
-) -> Option<Control> {
+) -> (Option<Control>, Vec<String>) {
     let host = &candidate.host.name;
     let control = match context.endpoint.connect(host).await {
         Ok(control) => control,
@@ -292,17 +313,13 @@ async fn ask_there(
             let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
             plan.checks
                 .push(Check::refuse("destination", error.message, hint));
-            return None;
+            return (None, Vec::new());
         }
     };
     let rtt = control.rtt();
     plan.rtt_ms = Some(rtt.as_secs_f64() * 1e3);
     let reachable = format!("{host} reachable, direct, {}", show_duration(rtt));
     plan.checks.push(Check::ok("destination", reachable));
-    let query = Query {
-        guest: candidate.guest.description().clone(),
-        machine: machine.clone(),
-    };
     let held = block_in_place(|| files::hold(context, &candidate.guest));
     let mut held = held.unwrap_or_else(|error| {
         plan.checks.push(refused_here(error));
@@ -310,8 +327,12 @@ async fn ask_there(
     });
     let asked = files::ask(context, &control, query, &mut held).await;
     control.close(CloseCode::Done, "asked and answered");
+    let mut lacking = Vec::new();
     match asked {
-        Ok(checks) => plan.checks.extend(checks.into_iter().map(shown)),
+        Ok(asked) => {
+            lacking = asked.lacking;
+            plan.checks.extend(asked.checks.into_iter().map(shown));
+        }
         Err(AskError::Here(error)) => plan.checks.push(refused_here(error)),
         Err(AskError::Talk(error)) => {
             let hint = format!("on {host}: longhaul host trust ... --may query,send");
@@ -322,7 +343,7 @@ async fn ask_there(
             ));
         }
     }
-    Some(control)
+    (Some(control), lacking)
 }
 
 /// Returns a check of the destination as the API shows it.
@@ -337,8 +358,13 @@ fn shown(check: message::Check) -> Check {
 
 /// Returns a check that refuses a move because of the guest's files here.
 fn refused_here(error: ApiError) -> Check {
+    refused("files", error)
+}
+
+/// Returns a check that refuses a move for a reason.
+fn refused(name: &str, error: ApiError) -> Check {
     let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
-    Check::refuse("files", error.message, hint)
+    Check::refuse(name, error.message, hint)
 }
 
 async fn measure_link(context: &Arc<Context>, plan: &mut Plan) {

@@ -14,7 +14,7 @@ use crate::source::checks::{self, Examined};
 use crate::source::companion::{About, Companions};
 use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
-use crate::source::files::{self, AskError, Held};
+use crate::source::files::{self, AskError, Asked as Answered, Held};
 use crate::source::local_disks::{self, LocalDisk, may_be_left};
 use crate::source::plan::{self, Look};
 use crate::source::qemu::SourceQemu;
@@ -25,7 +25,7 @@ use crate::source::verified_ranges::Checked;
 use crate::status::failure;
 use crate::status::migration::{Entry, Facts};
 use crate::status::registry::{Reservation, Taken};
-use longhaul_api::{ApiError, Asked, BaseChoice, ErrorCode, Side, StartMigration};
+use longhaul_api::{ApiError, Asked, BaseChoice, DiskChoice, ErrorCode, Side, StartMigration};
 use longhaul_attempt::Source as Core;
 use longhaul_attempt::source::Config;
 use longhaul_codec::DigestKey;
@@ -33,10 +33,10 @@ use longhaul_engine::handover::{self, Record, Terms};
 use longhaul_engine::source::{Source as Engine, SourceError};
 use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
-use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{
-    DisksOffer, FilesOffer, Keeps, Offer, Query, ToDestination, ToSource, Verdict,
+    DisksOffer, FilesOffer, Keeps, Offer, PortsOffer, Query, ToDestination, ToSource, Verdict,
 };
+use longhaul_protocol::port;
 use longhaul_protocol::{Attempt, BLOCK_SIZE, Generation, MigrationId};
 use longhaul_storage::Journal;
 use longhaul_transport::{CloseCode, Control};
@@ -180,6 +180,7 @@ impl Preparing {
         let (examined, control) = tokio::try_join!(examining, connecting)?;
         let Examined {
             machine,
+            described,
             paused,
             mut known,
             reasons,
@@ -195,14 +196,18 @@ impl Preparing {
         );
         tracing::debug!(guest = guest.name(), ?known, "what disks are chosen by");
         let mut held = block_in_place(|| files::hold(&self.source, guest))?;
-        self.ask(&control, &machine, &mut held).await?;
+        let query = Query {
+            guest: described.clone(),
+            machine: machine.clone(),
+        };
+        let lacking = self.ask(&control, query, &mut held).await?;
         self.unless_cancelled(companions.prepare(guest)).await??;
         let mut outbound = SourceQemu::attach(guests.clone(), guest.clone(), lease)
             .await
             .map_err(crate::source::qemu::SourceQemuError::into_api)?;
-        let memory = outbound.regions();
+        let regions = (outbound.regions(), lacking.as_slice());
         let mut local =
-            local_disks::local(&self.source, guest.description(), asked, &known, memory)?;
+            local_disks::local(&self.source, guest.description(), asked, &known, regions)?;
         let bases = local
             .iter_mut()
             .filter_map(|disk| disk.offered.base.as_mut());
@@ -216,7 +221,7 @@ impl Preparing {
             migration: self.entry.id(),
             attempt: Attempt(1),
             generation: *generation,
-            guest: guest.description().clone(),
+            guest: described,
             machine,
             regions,
             digest_key: self.gang.key(),
@@ -334,24 +339,20 @@ impl Preparing {
     }
 
     /// Asks the destination whether it has the guest's files and accepts the move, before anything
-    /// is changed.
+    /// is changed. Returns the read-only images that it lacks, by name.
     async fn ask(
         &self,
         control: &Control,
-        machine: &Machine,
+        query: Query,
         held: &mut Held,
-    ) -> Result<(), ApiError> {
-        if held.is_empty() {
-            return Ok(());
+    ) -> Result<Vec<String>, ApiError> {
+        if held.is_empty() && query.guest.nics.iter().all(|nic| nic.port.is_none()) {
+            return Ok(Vec::new());
         }
         let host = &self.candidate.host.name;
-        let query = Query {
-            guest: self.candidate.guest.description().clone(),
-            machine: machine.clone(),
-        };
         let asking = files::ask(&self.source, control, query, held);
-        let checks = match self.unless_cancelled(asking).await? {
-            Ok(checks) => checks,
+        let Answered { checks, lacking } = match self.unless_cancelled(asking).await? {
+            Ok(asked) => asked,
             Err(AskError::Here(error)) => return Err(error),
             Err(AskError::Talk(error)) => {
                 return Err(crate::source::connect::failure(host, &error.into()));
@@ -370,7 +371,12 @@ impl Preparing {
                 }
             }
         }
-        Ok(())
+        if let (Some(image), DiskChoice::Shared) = (lacking.first(), self.request.disks) {
+            let text = format!("{host} lacks image {image}, and with --disks shared none moves");
+            let hint = "leave out --disks shared, or copy the image's file there";
+            return Err(ApiError::new(ErrorCode::Refused, text).hint(hint));
+        }
+        Ok(lacking)
     }
 
     /// Makes the offer and begins the move: the destination launches its QEMU and takes blocks, and
@@ -477,7 +483,14 @@ fn offered(context: &Context, offer: &Offer, outbound: &SourceQemu, held: &Held)
     block_in_place(|| {
         crate::disks::base_images::say_what_is_hot(&context.parts.config.state, &mut disks)
     });
-    let offer = offer.clone();
+    let mut offer = offer.clone();
+    let ports = port::take(&mut offer.guest);
+    if !ports.is_empty() {
+        let files = held.claims().to_vec();
+        let offer = DisksOffer { offer, disks };
+        let offered = FilesOffer { offer, files };
+        return ToDestination::OfferPorts(Box::new(PortsOffer { offered, ports }));
+    }
     if !held.is_empty() {
         let files = held.claims().to_vec();
         let offer = DisksOffer { offer, disks };

@@ -53,7 +53,7 @@ pub(crate) async fn begin(context: &Context, guest: &str) -> Result<(), ApiError
     let qmp = lease.qmp();
     let asked = DiskChoice::Precopy;
     let known = Known::of(context, &found, asked, qmp).await;
-    let disks = || local_disks::local(context, found.description(), asked, &known, &[]);
+    let disks = || local_disks::local(context, found.description(), asked, &known, (&[], &[]));
     let disks = block_in_place(disks)?;
     if disks.is_empty() {
         let text = format!("{guest} has no disks on this host alone");

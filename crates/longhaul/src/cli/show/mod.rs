@@ -1,5 +1,6 @@
 //! Formats the output of commands: pure functions from the API's types to lines.
 
+pub(crate) mod discovered;
 pub(crate) mod doubt;
 pub(crate) mod events;
 pub(crate) mod fetching;
