@@ -169,7 +169,9 @@ impl Graph {
 
     /// Returns the children of a node, each with the name of its edge, sorted by these names.
     pub(super) fn children(&self, parent: &str) -> Vec<(&str, &str)> {
-        let edges = self.edges.iter().filter(|edge| edge.parent == parent);
+        // A device may have the name of a node.
+        let edges = self.edges.iter();
+        let edges = edges.filter(|edge| edge.parent == parent && edge.name != "root");
         let mut children: Vec<_> = edges.map(|edge| (&*edge.name, &*edge.child)).collect();
         children.sort_unstable();
         children

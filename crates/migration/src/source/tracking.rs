@@ -82,7 +82,7 @@ async fn put_in(
     for (n, disk) in disks.iter().enumerate() {
         let of_disk = |why: &dyn Display| FrontError::new(&disk.spec.name, why);
         let of = (&*disk.spec.name, &*disk.image);
-            let (device, nodes) = device_and_nodes(guest, qmp, of).await?;
+        let (device, nodes) = device_and_nodes(guest, qmp, of).await?;
         let (size, image_use) = shown(disk.grows());
         let of = Below {
             disk: &disk.spec.name,
