@@ -17,6 +17,7 @@ mod words;
 
 use crate::config::HostConfig;
 use crate::description::{self, DescriptionError};
+use crate::disk;
 use crate::folder::{GuestFolder, PathTooLong, Record};
 use crate::guest::{Found as FoundGuest, RecordedGuest, StopError, find_all};
 use crate::manager::Guest;
@@ -297,7 +298,14 @@ pub async fn learn(
     })?;
     let found = found::look(qmp, process.as_ref()).await?;
     let names = Names { config, pid };
-    let (description, refusals) = describe::describe(name, line, &found, &names);
+    let (description, mut refusals) = describe::describe(name, line, &found, &names);
+    let local = description.disks.iter().filter(|disk| disk.is_local());
+    let local = local.filter_map(|disk| {
+        let image = config.images.get(&disk.image)?;
+        Some((&*disk.name, &*image.path))
+    });
+    let local: Vec<_> = local.collect();
+    refusals.extend(disk::refusals(qmp, pid, &local).await?);
     Ok(Learned {
         description,
         machine: found.machine,
