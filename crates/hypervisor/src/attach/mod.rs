@@ -27,6 +27,7 @@ mod words;
 use crate::bridge_port;
 use crate::config::HostConfig;
 use crate::description::{self, DescriptionError};
+use crate::disk;
 use crate::folder::{GuestFolder, PathTooLong, Record};
 use crate::guest::{Found as FoundGuest, RecordedGuest, StopError, find_all};
 use crate::manager::Guest;
@@ -316,7 +317,14 @@ pub async fn learn(
     })?;
     let found = found::look(qmp, process.as_ref()).await?;
     names.pvids = bridge_port::pvids(&found.networks).await;
-    let (description, refusals) = describe::describe(name, line, &found, &names);
+    let (description, mut refusals) = describe::describe(name, line, &found, &names);
+    let local = description.disks.iter().filter(|disk| disk.is_local());
+    let local = local.filter_map(|disk| {
+        let image = config.images.get(&disk.image)?;
+        Some((&*disk.name, &*image.path))
+    });
+    let local: Vec<_> = local.collect();
+    refusals.extend(disk::refusals(qmp, pid, &local).await?);
     Ok(Learned {
         description,
         machine: found.machine,

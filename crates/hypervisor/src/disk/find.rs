@@ -5,7 +5,7 @@
 //! being created again ([`super::held`]).
 
 use super::drives::{Drive, drives, seen_from_here};
-use super::graph::{FILTERS, Graph, Known};
+use super::graph::{FILTERS, Graph, JOBS, Known};
 use super::held::Held;
 use super::nodes::{Above, DiskNodes, NodesError, refuse, text};
 use crate::observe::Blocker;
@@ -195,14 +195,7 @@ fn passes_on(node: &str, below: &str, graph: &Graph, known: &Known) -> Result<bo
 }
 
 fn other_driver(driver: &str) -> NodesError {
-    let jobs = [
-        "backup-top",
-        "commit_top",
-        "copy-before-write",
-        "mirror_top",
-        "stream",
-    ];
-    if jobs.contains(&driver) {
+    if JOBS.contains(&driver) {
         let hint = "let the job end, or end it (QMP `job-cancel`)";
         return NodesError::new(format!("a job works on it (`{driver}`)"), hint);
     }

@@ -7,6 +7,14 @@ use std::collections::BTreeMap;
 
 /// The drivers of filters that may be above a disk's format node.
 pub(super) const FILTERS: [&str; 2] = ["copy-on-read", "throttle"];
+/// The drivers of filters that a job puts on the node that it works on.
+pub(super) const JOBS: [&str; 5] = [
+    "backup-top",
+    "commit_top",
+    "copy-before-write",
+    "mirror_top",
+    "stream",
+];
 
 /// QEMU's answer about its named nodes.
 pub(super) struct Known(Value);
@@ -38,17 +46,23 @@ impl Known {
         })
     }
 
-    /// Returns the format node below a disk's filters: limits on its requests, copy on read.
+    /// Returns the format node below a disk's filters: limits on its requests, copy on read, jobs.
     pub(super) fn below_filters<'a>(&self, graph: &'a Graph, top: &'a str) -> &'a str {
         let mut node = top;
-        while let Some(below) = graph.child(node, "file")
-            && self
-                .driver(node)
-                .is_some_and(|driver| FILTERS.contains(&&*driver))
-        {
-            node = below;
+        loop {
+            let driver = self.driver(node).unwrap_or_default();
+            let below = match &*driver {
+                filter if FILTERS.contains(&filter) => graph.child(node, "file"),
+                job if JOBS.contains(&job) => {
+                    graph.child(node, "backing").or(graph.child(node, "file"))
+                }
+                _ => None,
+            };
+            match below {
+                Some(below) => node = below,
+                None => return node,
+            }
         }
-        node
     }
 
     /// Returns one entry of what QEMU reports about a node.
@@ -169,7 +183,9 @@ impl Graph {
 
     /// Returns the children of a node, each with the name of its edge, sorted by these names.
     pub(super) fn children(&self, parent: &str) -> Vec<(&str, &str)> {
-        let edges = self.edges.iter().filter(|edge| edge.parent == parent);
+        // A device may have the name of a node.
+        let edges = self.edges.iter();
+        let edges = edges.filter(|edge| edge.parent == parent && edge.name != "root");
         let mut children: Vec<_> = edges.map(|edge| (&*edge.name, &*edge.child)).collect();
         children.sort_unstable();
         children

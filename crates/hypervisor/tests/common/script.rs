@@ -100,6 +100,7 @@ pub(crate) fn host() -> Host {
             locks: true,
             local: false,
             same_file_as: None,
+            volume: None,
         };
         host.config.images.insert(name.to_owned(), image);
     }

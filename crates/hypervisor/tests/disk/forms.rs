@@ -238,7 +238,7 @@ async fn disks_and_media_are_found_with_file_and_format() {
         -device virtio-scsi-pci -drive file=FILE,format=FORMAT,if=none,id=cd,media=cdrom \
         -device scsi-cd,drive=cd,id=cd0 -device scsi-cd,id=empty -drive file=FILE,media=cdrom \
         -blockdev driver=FORMAT,node-name=ro,read-only=on,file.driver=file,file.filename=FILE \
-        -device ide-hd,drive=ro,bus=ide.3,id=ro";
+        -device virtio-blk-pci,drive=ro,id=ro";
     for (label, emulator) in emulators() {
         for qcow2 in [false, true] {
             let setting = Setting::plain(qcow2);
@@ -254,7 +254,11 @@ async fn disks_and_media_are_found_with_file_and_format() {
                 (drive.device.as_str(), is_ours)
             });
             let has: Vec<_> = has.collect();
-            for device in ["/machine/peripheral/cd0", "/machine/peripheral/ro"] {
+            let named = [
+                "/machine/peripheral/cd0",
+                "/machine/peripheral/ro/virtio-backend",
+            ];
+            for device in named {
                 assert!(has.contains(&(device, Some(true))), "{label}: {has:?}");
             }
             assert!(

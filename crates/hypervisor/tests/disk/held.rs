@@ -128,7 +128,7 @@ async fn a_disk_that_other_clients_have_changed_is_taken_as_it_is() {
             let device = top(&qemu).await;
             match what {
                 "snapshot" => {
-                    let arguments = json!({"node-name": device, "snapshot-file": made,
+                    let arguments = json!({"device": "virtio0", "snapshot-file": made,
                         "format": "qcow2"});
                     execute(&qemu, "blockdev-snapshot-sync", arguments).await;
                 }

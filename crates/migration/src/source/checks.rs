@@ -129,7 +129,13 @@ pub(crate) async fn examine(
         local_disks::each(context, description, disks, &known, (&[], &[]))
     });
     let refused = local.into_iter().filter_map(Result::err);
-    reasons.extend(refused.map(|error| Reason::lasting("disks", error)));
+    for error in refused {
+        // A guest that was attached to was asked for its disks already.
+        let known = reasons.iter().any(|reason| reason.error.message == error.message);
+        if !known {
+            reasons.push(Reason::lasting("disks", error));
+        }
+    }
     Ok(Examined {
         machine,
         described,

@@ -83,9 +83,16 @@ impl Load {
         for (block, number) in last.iter().enumerate() {
             let start = (FIRST_SECTOR + 8 * block) * 512;
             let content = &disk[start..start + 4096];
-            let is = |number: u32| content.chunks(4).all(|word| word == number.to_le_bytes());
-            let may_be_next = block == under_way && is(rounds + 1);
-            assert!(is(*number) || may_be_next, "block {block} is not {number}");
+            let is =
+                |part: &[u8], number: u32| part.chunks(4).all(|word| word == number.to_le_bytes());
+            // Firmware may write its sectors one by one.
+            let mut sectors = content.chunks(512);
+            let may_be_next = block == under_way
+                && sectors.all(|sector| is(sector, *number) || is(sector, rounds + 1));
+            assert!(
+                is(content, *number) || may_be_next,
+                "block {block} is not {number}"
+            );
         }
         assert_eq!(&disk[..512], BOOT_SECTOR);
     }
