@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::description::tests::sample;
+use longhaul_protocol::hardware::{Hardware, PlacedDevice, Topology};
 
 fn emulator(version: &str, machine_types: &[&str]) -> Emulator {
     let models = [

@@ -176,8 +176,8 @@ impl Machine {
             };
             if let Some(place) = there.iter().position(is_it) {
                 renamed.extend([name, there.remove(place).0]);
-            } else if name.starts_with(BOARD) {
-                // Older agents do not report the source's.
+            } else if name.starts_with(BOARD) || (is_numbered(&name) && device.kind == "ide-cd") {
+                // Older agents do not report the source's; no agent reports its CD drives.
                 renamed.insert(name);
             }
         }

@@ -11,6 +11,9 @@ const ON_A_BRIDGE: &str = "start the guest with a card on a bridge";
 /// The bridge that QEMU's helper uses where none is named.
 const DEFAULT_BRIDGE: &str = "br0";
 
+/// The beginning of names that QEMU gives.
+const NAMELESS: &str = "#net";
+
 /// The networks of a QEMU.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Wires {
@@ -123,9 +126,9 @@ impl Wires {
 
     /// Returns the backends of a kind that QEMU named by itself, in the order of their creation.
     fn nameless(&self, kind: &str) -> Vec<&str> {
-        // `#net` is followed by a number and two random digits.
+        // It is followed by a number and two random digits.
         let number = |name: &str| {
-            let digits = name.strip_prefix("#net")?;
+            let digits = name.strip_prefix(NAMELESS)?;
             digits
                 .get(..digits.len().checked_sub(2)?)?
                 .parse::<u64>()
@@ -137,6 +140,20 @@ impl Wires {
             .collect();
         found.sort_unstable();
         found.into_iter().map(|(_, name)| name).collect()
+    }
+
+    /// Returns why user networks cannot be made again.
+    pub(super) fn refusals(&self, netdevs: &[Words]) -> Vec<Blocker> {
+        let networks = self.ends.iter().filter(|(_, end)| end.kind == "user");
+        let refusal = |name: &str| {
+            let words = self.words(name, "user", netdevs);
+            let (why, hint) = user(name, words, self.forwards.get(name)).err()?;
+            Some(Blocker {
+                text: format!("network {}: {why}", shown(name)),
+                hint: hint.to_owned(),
+            })
+        };
+        networks.filter_map(|(name, _)| refusal(name)).collect()
     }
 
     /// Returns the words that made a backend.
@@ -223,7 +240,7 @@ pub(super) fn wiring(
             Ok((names.bridged(card, bridge, interface)?, wiring))
         }
         "user" => {
-            let user = user(words, wires.forwards.get(name));
+            let user = user(name, words, wires.forwards.get(name));
             let user = user.map_err(|(why, hint)| refuse(why, hint))?;
             let network = names.user(card, user.restrict)?;
             let wiring = Wiring {
@@ -248,6 +265,7 @@ pub(super) fn wiring(
 
 /// Returns a user network by the words that made it, and by the ports that QEMU lists.
 fn user(
+    name: &str,
     words: Option<&Words>,
     forwards: Option<&Option<Vec<Forward>>>,
 ) -> Result<UserNetwork, (String, &'static str)> {
@@ -255,7 +273,9 @@ fn user(
     const LOCAL: [&str; 10] = [
         "addr", "hostfwd", "id", "mac", "macaddr", "model", "name", "netdev", "type", "vectors",
     ];
-    let Some(words) = words else {
+    // Backends that are made while the guest runs have a name; QEMU's own network has no words.
+    let own = Words::default();
+    let Some(words) = words.or(name.starts_with(NAMELESS).then_some(&own)) else {
         return Err((
             "its user network was made while the guest ran, and QEMU does not report its settings"
                 .to_owned(),
@@ -418,7 +438,7 @@ mod tests {
     #[test]
     fn settings_of_user_networks_are_kept_or_named() {
         let read = |text: &str, forwards: Option<&Option<Vec<Forward>>>| {
-            user(Some(&Words::read(text, "type")), forwards)
+            user("n", Some(&Words::read(text, "type")), forwards)
         };
         let kept = read(
             "user,id=n,net=10.0.9.0/24,hostname=a,dnssearch=x,dnssearch=y,hostfwd=tcp::1-:2,\
@@ -450,7 +470,11 @@ mod tests {
         list[0].from = Some([192, 0, 2, 1].into());
         let (why, _) = read("user", wires.forwards.get("#net162")).unwrap_err();
         assert!(why.contains("only this host has"), "{why}");
-        let (why, _) = user(None, None).unwrap_err();
+        assert_eq!(
+            user("#net045", None, None).unwrap().options(),
+            "restrict=off"
+        );
+        let (why, _) = user("n", None, None).unwrap_err();
         assert!(why.contains("while the guest ran"), "{why}");
     }
 }

@@ -143,7 +143,7 @@ pub(super) fn name(id: Option<&str>, model: &Model, bus: Option<&str>, disks: &[
     if let Some(id) = id.filter(|id| is_name(id, NAME_BYTES_MAX) && !taken(id)) {
         return id.to_owned();
     }
-    // The bus of a board with IDE has two units, that of one with SATA has one.
+    // The first buses of the board are called so.
     let letters = match (model.serves, model.bus) {
         (Serves::Medium, _) => "cd",
         (_, Bus::Pci) => "vd",

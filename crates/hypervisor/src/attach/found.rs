@@ -3,8 +3,8 @@
 use super::cards::Wires;
 use super::limits::{self, Limits};
 use super::memory::{self, Memory};
-use crate::hardware::tables::{Bus, Model, Serves};
-use crate::observe::{Blocker, at_once, children, examine, list, property};
+use crate::hardware::tables::Model;
+use crate::observe::{Blocker, at_once, children, examine, is_made_elsewhere, list, property};
 use crate::process::ProcessId;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use futures_util::FutureExt;
@@ -127,7 +127,7 @@ pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found
         let number = name.strip_prefix("device[")?.strip_suffix(']')?;
         number.parse::<usize>().ok()
     };
-    let board = onboard.iter().filter(|(_, kind)| is_described(kind));
+    let board = onboard.iter().filter(|(_, kind)| is_made_elsewhere(kind));
     let board = board.map(|(name, kind)| {
         let origin = Origin::Board(number(name).unwrap_or(usize::MAX));
         (origin, format!("/machine/unattached/{name}"), kind.clone())
@@ -160,17 +160,6 @@ pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found
         networks,
         memory: objects,
         limits,
-    })
-}
-
-/// Returns whether a device of the board can be made by a `-device` elsewhere.
-fn is_described(kind: &str) -> bool {
-    Model::of(kind).is_some_and(|model| match model.serves {
-        Serves::Disk | Serves::Medium | Serves::Nic => true,
-        Serves::Nothing | Serves::Channel | Serves::Terminal | Serves::Sound => {
-            // A hub is what QEMU adds by itself when ports run out.
-            model.bus == Bus::Usb && kind != "usb-hub"
-        }
     })
 }
 

@@ -35,6 +35,7 @@ use crate::observe::Blocker;
 use crate::process::{Account, ProcessId};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::scope::Scope;
+use cards::Wires;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use names::Names;
@@ -306,10 +307,8 @@ pub async fn learn(
         pid,
         pvids: BTreeMap::new(),
     };
-    let open = |path: &str| readconfig::open(&names.seen_by_it(path));
-    let (words, refusals) = readconfig::expand(words.get(1..).unwrap_or_default(), open);
-    let mut line = CommandLine::read(&words);
-    line.refusals.extend(refusals);
+    let read = |path: &str| readconfig::content(&names.seen_by_it(path));
+    let line = interpret(words.get(1..).unwrap_or_default(), read);
     let process = ProcessId::of(pid).map_err(|source| AttachGuestError::Host {
         name: name.to_owned(),
         what: "looking at its process",
@@ -330,6 +329,24 @@ pub async fn learn(
         machine: found.machine,
         refusals,
     })
+}
+
+/// Interprets a command line, with the content of the files of `-readconfig`.
+fn interpret(words: &[String], read: impl Fn(&str) -> io::Result<String>) -> CommandLine {
+    let (words, refusals) = readconfig::expand(words, read);
+    let mut line = CommandLine::read(&words);
+    line.refusals.extend(refusals);
+    line
+}
+
+/// Returns the reasons why a guest cannot be moved that texts about it give alone: its command
+/// line, the content of a file of `-readconfig`, and what QEMU prints of its networks.
+pub fn reasons(words: &[String], config: &str, networks: &str) -> Vec<Blocker> {
+    let line = interpret(words, |_| Ok(config.to_owned()));
+    let wires = Wires::read(networks, networks);
+    let mut reasons = line.refusals;
+    reasons.extend(wires.refusals(&line.netdevs));
+    reasons
 }
 
 /// Returns the machine of an attached guest, and new devices or other reasons that prevent a move;

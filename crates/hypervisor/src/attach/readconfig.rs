@@ -4,6 +4,7 @@ use super::options::shown;
 use crate::observe::Blocker;
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// The maximum size of a file.
@@ -20,10 +21,10 @@ const OPTIONS: [(&str, &str); 4] = [
     ("smp-opts", "smp"),
 ];
 
-/// Replaces each `-readconfig` by the options in its file, which `open` opens.
+/// Replaces each `-readconfig` by the options in its file, which `read` reads.
 pub(super) fn expand(
     words: &[String],
-    open: impl Fn(&str) -> io::Result<File>,
+    read: impl Fn(&str) -> io::Result<String>,
 ) -> (Vec<String>, Vec<Blocker>) {
     let (mut expanded, mut refusals) = (Vec::new(), Vec::new());
     let mut words = words.iter();
@@ -33,8 +34,7 @@ pub(super) fn expand(
             continue;
         }
         let path = words.next().map(String::as_str).unwrap_or_default();
-        let options = open(path)
-            .and_then(|file| text(file))
+        let options = read(path)
             .map_err(|error| error.to_string())
             .and_then(|text| parse(&text));
         match options {
@@ -52,7 +52,13 @@ pub(super) fn expand(
     (expanded, refusals)
 }
 
-fn text(file: File) -> io::Result<String> {
+/// Returns the content of a file that a process named on its command line.
+pub(super) fn content(path: &Path) -> io::Result<String> {
+    // Opening a pipe must not wait for its other end.
+    let file = File::options()
+        .read(true)
+        .custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY)
+        .open(path)?;
     if !file.metadata()?.is_file() {
         return Err(io::Error::other("it is no file"));
     }
@@ -71,7 +77,7 @@ fn text(file: File) -> io::Result<String> {
 /// [device "net0"]
 ///   driver = "virtio-net-pci"
 /// ```
-pub(crate) fn parse(text: &str) -> Result<Vec<String>, String> {
+fn parse(text: &str) -> Result<Vec<String>, String> {
     let mut sections: Vec<(String, Vec<String>)> = Vec::new();
     for (number, line) in text.lines().enumerate() {
         let wrong = |why: &str| Err(format!("line {}: {why}", number + 1));
@@ -137,16 +143,6 @@ fn escaped(value: &str) -> String {
     value.replace(',', ",,")
 }
 
-/// Opens a file that a process named on its command line.
-pub(super) fn open(path: &Path) -> io::Result<File> {
-    use std::os::unix::fs::OpenOptionsExt;
-    // Opening a pipe must not wait for its other end.
-    std::fs::OpenOptions::new()
-        .read(true)
-        .custom_flags(nix::libc::O_NONBLOCK | nix::libc::O_NOCTTY)
-        .open(path)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -207,8 +203,8 @@ mod tests {
             .map(str::to_owned)
             .into();
         let (words, refusals) = expand(&words, |path| match path {
-            "here" => open(file.path()),
-            _ => open(Path::new("/dev/null")),
+            "here" => content(file.path()),
+            _ => content(Path::new("/dev/null")),
         });
         assert_eq!(words, ["-S", "-device", "id=x,driver=usb-hub"]);
         assert_eq!(refusals.len(), 1);

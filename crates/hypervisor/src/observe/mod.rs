@@ -7,7 +7,7 @@
 mod cpu;
 
 use crate::balloon::tells_free_pages;
-use crate::hardware::tables::{Model, Serves};
+use crate::hardware::tables::{Bus, Model, Serves};
 use crate::memory::{is_held_by_ack, is_unnamed};
 use crate::process::ProcessId;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
@@ -187,15 +187,25 @@ async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
     Ok(devices)
 }
 
-/// Returns the disks and cards that come with the machine. Another host can have them without: as
+/// Returns whether a device of the board can be made by a `-device` elsewhere.
+pub(crate) fn is_made_elsewhere(kind: &str) -> bool {
+    Model::of(kind).is_some_and(|model| match model.serves {
+        Serves::Disk | Serves::Medium | Serves::Nic => true,
+        Serves::Nothing | Serves::Channel | Serves::Terminal => {
+            // A hub is what QEMU adds by itself when ports run out.
+            model.bus == Bus::Usb && kind != "usb-hub"
+        }
+    })
+}
+
+/// Returns the disks, cards and tablets that come with the machine. Another host has them as
 /// devices at the same places.
 async fn board(
     qmp: &Qmp,
     unattached: &[(String, String)],
 ) -> Result<Vec<(String, String, Device)>, QmpError> {
-    let is_one = |kind: &str| {
-        Model::of(kind).is_some_and(|it| matches!(it.serves, Serves::Disk | Serves::Nic))
-    };
+    // Older agents report no CD drives, which are on every board.
+    let is_one = |kind: &str| is_made_elsewhere(kind) && kind != "ide-cd";
     let found = unattached.iter().filter(|(_, kind)| is_one(kind));
     let questions = found.map(|(name, kind)| {
         let ask = async move {

@@ -128,21 +128,21 @@ pub(crate) async fn same_machine(
 ) -> Result<(), String> {
     let host = host();
     let script = Script::start(&host, emulator, line).await;
-    copied(&host, &script, label, expected).await
+    copied(&host, &script, label, &[expected]).await
 }
 
 pub(crate) async fn copied(
     host: &Host,
     script: &Script,
     label: &str,
-    expected: &str,
+    expected: &[&str],
 ) -> Result<(), String> {
     let guest = attach(script.attach("web"), host).await;
     let guest = guest.map_err(|error| error.to_string())?;
     assert_eq!(guest.pid(), Some(script.pid()));
     let text = toml::to_string(guest.description()).unwrap();
-    if !text.contains(expected) {
-        return Err(format!("no {expected} in {text}"));
+    if let Some(missing) = expected.iter().find(|part| !text.contains(**part)) {
+        return Err(format!("no {missing} in {text}"));
     }
     let again = longhaul_hypervisor::description::parse(&text);
     assert_eq!(&again.unwrap(), guest.description());
