@@ -2,7 +2,8 @@
 
 use super::options::{CommandLine, Late, Meaning, shown};
 use super::words::Words;
-use crate::hardware::families::{Family, NUMA, SMBIOS, USB};
+use crate::hardware::families::{Family, NUMA, SMBIOS};
+use crate::hardware::more::LIMITS;
 use crate::hardware::tables::Kind;
 
 use Meaning::{Local, Machine, Never};
@@ -66,7 +67,6 @@ pub(super) const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("spice", true, Local),
     ("tb-size", true, Local),
     ("tdf", false, Machine),
-    ("usbdevice", true, Machine),
     ("version", false, Local),
     ("watchdog", true, Machine),
     ("win2k-hack", false, Local),
@@ -132,6 +132,11 @@ pub(super) fn is_local_object(kind: &str) -> bool {
     LOCAL_OBJECTS.contains(&kind) || kind == "tls-creds-x509"
 }
 
+/// Returns whether a word of a `-drive` limits its requests: QEMU reports the limits themselves.
+pub(super) fn is_limit(key: &str) -> bool {
+    key.starts_with("throttling.") || LIMITS.contains(&key)
+}
+
 impl CommandLine {
     /// Interprets one of these options; returns false for others.
     pub(super) fn more(&mut self, name: &str, value: &str, late: &mut Late) -> bool {
@@ -171,12 +176,6 @@ impl CommandLine {
             "m" => self.memory_words(value),
             "numa" => self.family(&NUMA, &Words::read(value, "type"), &[]),
             "smbios" => self.smbios(&Words::read(value, "")),
-            "usbdevice" => {
-                let mut words = Words::default();
-                words.put("kind", value);
-                self.family(&USB, &words, &[]);
-                self.setting("machine.usb", "on");
-            }
             "set" => self.set(value),
             "global" => self.global(value),
             _ => return false,

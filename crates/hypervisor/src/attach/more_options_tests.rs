@@ -45,10 +45,6 @@ fn words_of_the_machine_become_settings() {
             "-m 1G,slots=2,maxmem=4G",
             &["memory.maxmem=4G", "memory.slots=2"],
         ),
-        (
-            "-usbdevice tablet",
-            &["machine.usb=on", "usbdevice.000.kind=tablet"],
-        ),
         ("-audio pa,model=HDA", &["audio.model=hda"]),
         ("-audio driver=none", &[]),
         ("-soundhw pcspk,ac97", &["audio.model=ac97"]),
@@ -168,10 +164,6 @@ fn what_cannot_be_made_again_is_refused_by_name() {
         (
             "-numa node,nodeid=x",
             "option -numa of its command line: nodeid=x",
-        ),
-        (
-            "-usbdevice disk:/srv/x",
-            "option -usbdevice of its command line: kind=disk:/srv/x",
         ),
         (
             "-soundhw ac97,hda",

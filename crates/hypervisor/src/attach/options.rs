@@ -1,7 +1,7 @@
 //! Interprets the options of QEMU's command line: what each means for a move, and which prevent
 //! one.
 
-use super::more_options::{self, FirmwareFile, cpu_text, is_local_object};
+use super::more_options::{self, FirmwareFile, cpu_text, is_limit, is_local_object};
 use super::words::{WORDS_MAX, Words};
 use crate::description::is_cpu_setting;
 use crate::hardware::tables::{is_word, setting};
@@ -188,6 +188,14 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ),
     ("trace", true, Local),
     ("usb", false, Machine),
+    (
+        "usbdevice",
+        true,
+        Never(
+            "it is a device without a place of its own",
+            "use `-device usb-tablet`",
+        ),
+    ),
     ("uuid", true, Local),
     ("vga", true, Local),
     (
@@ -543,7 +551,7 @@ impl CommandLine {
                     WITHOUT,
                 ),
                 "werror" | "rerror" => {}
-                key if LOCAL.contains(&key) => {}
+                key if LOCAL.contains(&key) || is_limit(key) => {}
                 key => self.refuse(
                     format!("-drive setting {} is not known", shown(key)),
                     WITHOUT,

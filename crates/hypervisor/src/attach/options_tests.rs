@@ -123,10 +123,6 @@ fn what_cannot_be_moved_is_refused_by_name() {
             "option -drive of its command line makes a disk",
         ),
         (
-            "-drive if=none,id=a,throttling.iops-total=3",
-            "-drive setting throttling.iops-total",
-        ),
-        (
             "-blockdev driver=nbd,node-name=n",
             "-blockdev driver nbd cannot be moved",
         ),
@@ -136,6 +132,7 @@ fn what_cannot_be_moved_is_refused_by_name() {
         ),
         ("-nic user", "option -nic of its command line makes a card"),
         ("-net nic", "option -net of its command line makes a card"),
+        ("-usbdevice tablet", "option -usbdevice"),
         ("-machine q35,frobnicate=on", "setting machine.frobnicate"),
         (
             "-frobnicate fast -S",

@@ -7,6 +7,7 @@
 use super::content;
 use super::tables::Kind;
 use crate::command_line::Line;
+use crate::description::MEMORY_MIB_MAX;
 use longhaul_protocol::hardware::Hardware;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -30,7 +31,7 @@ pub(crate) struct Family {
 
 use Kind::{Bytes, Number, OneOf, Switch, Text, Word};
 
-const FAMILIES: [Family; 5] = [SMBIOS, FW_CFG, NUMA, RAM, USB];
+const FAMILIES: [Family; 4] = [SMBIOS, FW_CFG, NUMA, RAM];
 
 /// `-smbios`.
 pub(crate) const SMBIOS: Family = Family {
@@ -152,13 +153,6 @@ pub(crate) const RAM: Family = Family {
     repeated: "",
 };
 
-/// `-usbdevice`.
-pub(crate) const USB: Family = Family {
-    name: "usbdevice",
-    keys: &[("kind", OneOf(&["keyboard", "mouse", "tablet"]))],
-    repeated: "",
-};
-
 impl Family {
     /// Returns the option's name.
     pub(crate) fn name(&self) -> &'static str {
@@ -247,12 +241,19 @@ pub(crate) fn are_sound(hardware: &Hardware) -> bool {
     };
     let filled = FW_CFG.options(settings);
     let filled = filled.iter().all(|option| option.len() == 2);
+    let sizes = RAM.options(settings);
+    let sizes = sizes.iter().flatten().filter(|(key, _)| *key == "size");
+    let bytes_max = MEMORY_MIB_MAX << 20;
+    let sized = sizes.fold(Some(0_u64), |sum, (_, size)| {
+        let sum = sum?.checked_add(size.parse().ok()?)?;
+        (sum <= bytes_max).then_some(sum)
+    });
     FAMILIES.iter().all(few)
+        && sized.is_some()
         && bytes <= CONTENTS_BYTES_MAX
         && filled
         && complete(&FW_CFG, &["name"])
         && complete(&RAM, &["id", "kind", "size"])
-        && complete(&USB, &["kind"])
 }
 
 /// Emits the options of all families.
@@ -273,11 +274,6 @@ pub(crate) fn arguments(line: &mut Line, hardware: &Hardware, run: &Path) {
             key => (key, value),
         });
         line.option("-fw_cfg", written(&pairs.collect::<Vec<_>>()));
-    }
-    for option in USB.options(settings) {
-        for (_, kind) in option {
-            line.option("-usbdevice", kind);
-        }
     }
 }
 

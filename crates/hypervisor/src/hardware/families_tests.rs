@@ -54,8 +54,6 @@ fn options_come_back_in_their_order() {
         line(nodes),
         "-numa cpus=0-1,cpus=4,memdev=m0,type=node -numa dst=1,src=0,type=dist,val=20"
     );
-    let usb = settings(&USB, &[&[("kind", "tablet")], &[("kind", "mouse")]]);
-    assert_eq!(line(usb), "-usbdevice tablet -usbdevice mouse");
     let ram = settings(
         &RAM,
         &[&[
@@ -142,7 +140,16 @@ fn contents_and_options_have_limits() {
         settings(&FW_CFG, &[&[("name", "opt/a")]]),
         settings(&FW_CFG, &[&[("string", "a"), ("content", "Zg==")]]),
         settings(&RAM, &[&[("id", "a"), ("kind", "ram")]]),
-        settings(&USB, &vec![&[("kind", "mouse")][..]; OPTIONS_MAX + 1]),
+        settings(&RAM, &[&[("id", "a"), ("kind", "ram"), ("size", "1G")]]),
+        settings(
+            &RAM,
+            &[&[
+                ("id", "a"),
+                ("kind", "ram"),
+                ("size", "18446744073709551615"),
+            ]],
+        ),
+        settings(&SMBIOS, &vec![&[("type", "1")][..]; OPTIONS_MAX + 1]),
     ] {
         assert!(!sound(incomplete.clone()), "{incomplete:?}");
     }

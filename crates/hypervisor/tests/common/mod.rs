@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses what it needs")]
 
+pub(crate) mod script;
+
 use longhaul_hypervisor::Accelerator;
 use longhaul_hypervisor::capabilities::Prober;
 use longhaul_hypervisor::config::HostConfig;
