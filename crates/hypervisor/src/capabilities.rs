@@ -1,10 +1,13 @@
 //! Determines what this host can run, and checks a given guest against it.
 
+mod huge_pages;
+mod modules;
+
 use crate::config::{AcceleratorChoice, HostConfig, Network};
 use crate::description;
 use crate::guest::{Found, find_all};
+use crate::hardware;
 use crate::hardware::wiring::Forward;
-use crate::hardware::{self, tables};
 use crate::probe::{self, ProbeError};
 use crate::tested;
 use longhaul_protocol::files;
@@ -47,6 +50,8 @@ pub struct Capabilities {
     pub no_kvm: Option<String>,
     /// Memory for guests.
     pub memory: Memory,
+    /// Free huge pages, in bytes, by the size of a page in MiB.
+    pub huge_pages: BTreeMap<u32, u64>,
     /// Names of the images.
     pub images: BTreeSet<String>,
     /// Names of the networks.
@@ -181,6 +186,7 @@ impl Prober {
             accelerator,
             no_kvm,
             memory: memory(&self.config)?,
+            huge_pages: huge_pages::free()?,
             images: self.config.images.keys().cloned().collect(),
             networks: self.config.networks.keys().cloned().collect(),
             user_networks: user_networks(&self.config),
@@ -292,7 +298,7 @@ fn memory(config: &HostConfig) -> io::Result<Memory> {
     let guests_bytes = find_all(&config.state)?
         .iter()
         .map(|found| match found {
-            Found::Running(guest) => guest.description().memory_mib << 20,
+            Found::Running(guest) => guest.description().memory_bytes(),
             Found::Ended(_) | Found::Damaged { .. } => 0,
         })
         .sum();
@@ -354,6 +360,7 @@ pub fn can_run(
         question.cpu(emulator, &mut checks);
         question.devices(emulator, &mut checks);
     }
+    question.huge_pages(&mut checks);
     question.accelerator(&mut checks);
     question.memory(&mut checks);
     question.names(&mut checks);
@@ -522,38 +529,6 @@ impl<'a> Question<'a> {
         }
     }
 
-    fn devices(&self, emulator: &Emulator, checks: &mut Vec<Check>) {
-        let Some(hardware) = &self.guest.hardware else {
-            return;
-        };
-        let models = hardware.devices.iter().map(|device| device.model.as_str());
-        let screen = tables::VGAS.iter();
-        let screen = screen.filter(|(_, name)| hardware.vga.as_deref() == Some(*name));
-        let models = models.chain(screen.map(|(model, _)| *model));
-        let absent: BTreeSet<&str> = models
-            .filter(|model| emulator.absent_models.contains(*model))
-            .collect();
-        for model in absent {
-            let hint = match model {
-                "qxl" | "qxl-vga" => format!(
-                    "install QEMU's modules for SPICE on {} (Debian: qemu-system-modules-spice)",
-                    self.host
-                ),
-                _ => format!(
-                    "install the module of QEMU that has {model} on {}",
-                    self.host
-                ),
-            };
-            checks.push(self.refuse(
-                format!(
-                    "its QEMU {} does not have the device {model}",
-                    emulator.version
-                ),
-                hint,
-            ));
-        }
-    }
-
     fn accelerator(&self, checks: &mut Vec<Check>) {
         let Some(machine) = self.machine else {
             return;
@@ -574,7 +549,7 @@ impl<'a> Question<'a> {
 
     fn memory(&self, checks: &mut Vec<Check>) {
         let memory = &self.capabilities.memory;
-        let needed = self.guest.memory_mib << 20;
+        let needed = self.guest.memory_bytes();
         if needed > memory.available_bytes {
             checks.push(self.refuse(
                 format!(

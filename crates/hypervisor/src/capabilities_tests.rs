@@ -42,6 +42,7 @@ fn host() -> Capabilities {
             limit_bytes: None,
             guests_bytes: 0,
         },
+        huge_pages: BTreeMap::from([(2, 64 << 20)]),
         images: names("debian"),
         networks: names("office"),
         user_networks: BTreeMap::new(),
@@ -332,6 +333,106 @@ fn the_preferred_emulator_is_taken_where_it_can() {
     assert_eq!(host.emulator_for("pc-q35-7.2"), Some("7.2"));
     assert_eq!(host.emulator_for("pc-q35-9.2"), Some("10.0.2"));
     assert_eq!(host.emulator_for("pc-q35-11.0"), None);
+}
+
+#[test]
+fn video_memory_that_an_old_emulator_hides_is_refused() {
+    use longhaul_protocol::hardware::{Hardware, Topology};
+    use longhaul_protocol::machine::RamBlock;
+    for (name, mib, version, expected) in [
+        ("0000:00:02.0/qxl.vram", 64, "7.2.22", 1),
+        ("0000:00:02.0/qxl.vram", 64, "8.0.0", 0),
+        ("0000:00:02.0/vga.vram", 16, "7.2.22", 0),
+        ("pc.ram", 64, "7.2.22", 0),
+    ] {
+        let found = refusals(|guest, machine, host| {
+            (guest.disks, guest.nics, guest.channels) = Default::default();
+            let topology = Topology {
+                sockets: 2,
+                dies: 1,
+                cores: 1,
+                threads: 1,
+            };
+            guest.hardware = Some(Hardware {
+                topology,
+                ..Hardware::default()
+            });
+            let block = RamBlock {
+                used_bytes: mib << 20,
+                max_bytes: mib << 20,
+                page_bytes: 4096,
+            };
+            machine.ram_blocks.insert(name.to_owned(), block);
+            let emulator = host.emulators.get_mut("7.2").unwrap();
+            emulator.version = version.to_owned();
+        });
+        let found: Vec<_> = found
+            .iter()
+            .filter(|(text, _)| text.contains(name))
+            .collect();
+        assert_eq!(found.len(), expected, "{name} {version}: {found:?}");
+    }
+}
+
+#[test]
+fn huge_pages_must_be_free() {
+    use longhaul_protocol::hardware::{Hardware, MemoryBackend, Topology};
+    let topology = Topology {
+        sockets: 2,
+        dies: 1,
+        cores: 1,
+        threads: 1,
+    };
+    for (page, memory_mib, extra_mib, expected) in [
+        (2, 64, 0, None),
+        (
+            2,
+            128,
+            0,
+            Some("64 MiB in free huge pages of 2 MiB, and the guest has 128 MiB"),
+        ),
+        (
+            2,
+            32,
+            64,
+            Some("64 MiB in free huge pages of 2 MiB, and the guest has 96 MiB"),
+        ),
+        (1024, 64, 0, Some("0 MiB in free huge pages of 1024 MiB")),
+    ] {
+        let mut hardware = Hardware {
+            topology,
+            memory: Some(MemoryBackend {
+                id: "ram".to_owned(),
+                memfd: true,
+                share: true,
+                huge_page_mib: Some(page),
+            }),
+            ..Hardware::default()
+        };
+        if extra_mib > 0 {
+            for (key, value) in [
+                ("id", "m".to_owned()),
+                ("kind", "memfd".to_owned()),
+                ("huge-page-mib", page.to_string()),
+                ("size", (extra_mib << 20).to_string()),
+            ] {
+                hardware.settings.insert(format!("ram.000.{key}"), value);
+            }
+        }
+        let found = refusals(|guest, _, _| {
+            (guest.disks, guest.nics, guest.channels) = Default::default();
+            guest.memory_mib = memory_mib;
+            guest.hardware = Some(hardware);
+        });
+        match expected {
+            None => assert_eq!(found, []),
+            Some(text) => {
+                assert_eq!(found.len(), 1, "{found:?}");
+                assert!(found[0].0.contains(text), "{}", found[0].0);
+                assert!(found[0].1.contains("nr_hugepages"), "{}", found[0].1);
+            }
+        }
+    }
 }
 
 #[test]

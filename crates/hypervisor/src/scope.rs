@@ -65,7 +65,7 @@ impl ScopeLimits {
     const OVERHEAD_TASKS: u32 = 256;
 
     pub(crate) fn of(guest: &GuestDescription) -> Self {
-        let memory = guest.memory_mib.saturating_mul(1 << 20);
+        let memory = guest.memory_bytes();
         Self {
             memory_bytes: memory
                 .saturating_add(memory / 16)

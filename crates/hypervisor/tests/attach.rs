@@ -114,11 +114,6 @@ async fn what_a_running_qemu_cannot_take_along_is_refused() {
                 "eject floppy0",
             ),
             (
-                "-nodefaults -smp 1,maxcpus=2",
-                "vCPUs that can be plugged in",
-                "maxcpus",
-            ),
-            (
                 "-nodefaults -bios other.fd",
                 "the firmware is other.fd",
                 "[firmware]",

@@ -70,6 +70,31 @@ pub struct Disk {
 }
 
 impl GuestDescription {
+    /// The size of the guest's memory with everything that is plugged in, in bytes.
+    pub fn memory_bytes(&self) -> u64 {
+        let base = self.memory_mib.saturating_mul(1 << 20);
+        let Some(hardware) = &self.hardware else {
+            return base;
+        };
+        let settings = hardware.settings.iter();
+        let of = |option: &'static str, key: &'static str| {
+            let settings = settings.clone();
+            settings.filter_map(move |(name, value)| {
+                let mut parts = name.split('.');
+                let is_it = parts.next() == Some(option) && parts.nth(1) == Some(key);
+                is_it.then_some(value)
+            })
+        };
+        let objects = of("ram", "size").fold(0_u64, |sum, size| {
+            sum.saturating_add(size.parse().unwrap_or(u64::MAX))
+        });
+        // The memory of NUMA nodes is the base memory.
+        match of("numa", "memdev").next() {
+            Some(_) => base.max(objects),
+            None => base.saturating_add(objects),
+        }
+    }
+
     /// The image of UEFI's variables, by name, if the guest has one. The guest writes it.
     pub fn variables(&self) -> Option<&String> {
         let flash = self.hardware.as_ref()?.flash.as_ref()?;
@@ -122,4 +147,43 @@ pub struct Nic {
 pub struct Channel {
     /// The port's name inside the guest.
     pub name: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plugged_memory_counts() {
+        let with = |settings: &[(&str, &str)]| {
+            let settings = settings.iter();
+            let settings = settings.map(|(name, value)| ((*name).into(), (*value).into()));
+            let hardware = Hardware {
+                settings: settings.collect(),
+                ..Hardware::default()
+            };
+            let guest = GuestDescription {
+                name: String::new(),
+                machine: String::new(),
+                cpu: String::new(),
+                vcpus: 1,
+                memory_mib: 64,
+                firmware: None,
+                kernel: None,
+                disks: Vec::new(),
+                nics: Vec::new(),
+                channels: Vec::new(),
+                hardware: Some(hardware),
+            };
+            guest.memory_bytes()
+        };
+        let dimm = ("ram.000.size", "1048576");
+        let other = ("ram.001.size", "134217728");
+        assert_eq!(with(&[("smbios.000.size", "3")]), 64 << 20);
+        assert_eq!(with(&[dimm, other]), (64 << 20) + (1 << 20) + (128 << 20));
+        let node = ("numa.000.memdev", "m");
+        assert_eq!(with(&[dimm, node]), 64 << 20);
+        assert_eq!(with(&[other, node]), 128 << 20);
+        assert_eq!(with(&[("ram.000.size", "x")]), u64::MAX);
+    }
 }

@@ -1,5 +1,6 @@
 //! Interprets QEMU's words about disks: `-drive`, `-blockdev`, and the names that disks get.
 
+use super::more_options::is_limit;
 use super::options::shown;
 use super::words::Words;
 use crate::description::is_name;
@@ -99,7 +100,7 @@ pub(super) fn drive(words: &Words) -> Vec<Blocker> {
                 "option -drive copy-on-read=on cannot be made again".to_owned(),
                 WITHOUT,
             )),
-            key if LOCAL.contains(&key) || NODE.contains(&last) => {}
+            key if LOCAL.contains(&key) || NODE.contains(&last) || is_limit(key) => {}
             key => refusals.push(refuse(
                 format!("-drive setting {} is not known", shown(key)),
                 WITHOUT,

@@ -96,7 +96,7 @@ pub(super) struct Inserted {
     pub(super) file: String,
     pub(super) read_only: bool,
     pub(super) encrypted: bool,
-    /// Whether QEMU limits the guest's requests.
+    /// Whether a node limits the guest's requests. Limits of the device itself move along.
     pub(super) limited: bool,
 }
 
@@ -357,14 +357,10 @@ fn medium(drive: &Value, nodes: &Nodes, throttled: bool) -> Option<Medium> {
             file: text(&inserted["file"]),
             ..Inserted::default()
         });
-        let limits = ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"];
-        let is_limited = limits
-            .iter()
-            .any(|limit| inserted[*limit].as_u64().is_some_and(|limit| limit > 0));
         Inserted {
             read_only: inserted["ro"] == true,
             encrypted: inserted["encrypted"] == true,
-            limited: is_limited || (found.limited && throttled),
+            limited: found.limited && throttled,
             ..found
         }
     });

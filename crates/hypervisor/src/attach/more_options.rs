@@ -3,6 +3,7 @@
 use super::options::{CommandLine, Late, Meaning, shown};
 use super::words::Words;
 use crate::hardware::families::{Family, NUMA, SMBIOS};
+use crate::hardware::more::LIMITS;
 use crate::hardware::tables::Kind;
 
 use Meaning::{Local, Machine, Never};
@@ -129,6 +130,11 @@ pub(super) enum Content {
 /// that is made from QEMU's own report.
 pub(super) fn is_local_object(kind: &str) -> bool {
     LOCAL_OBJECTS.contains(&kind) || kind == "tls-creds-x509"
+}
+
+/// Returns whether a word of a `-drive` limits its requests: QEMU reports the limits themselves.
+pub(super) fn is_limit(key: &str) -> bool {
+    key.starts_with("throttling.") || LIMITS.contains(&key)
 }
 
 impl CommandLine {

@@ -156,6 +156,14 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ),
     ("trace", true, Local),
     ("usb", false, Machine),
+    (
+        "usbdevice",
+        true,
+        Never(
+            "it is a device without a place of its own",
+            "use `-device usb-tablet`",
+        ),
+    ),
     ("uuid", true, Local),
     ("vga", true, Local),
     (

@@ -95,10 +95,7 @@ fn what_cannot_be_moved_is_refused_by_name() {
             "option -virtfs of its command line: it is a folder",
         ),
         ("-fsdev local,id=f,path=/srv", "option -fsdev"),
-        (
-            "-drive if=none,id=a,throttling.iops-total=3",
-            "-drive setting throttling.iops-total",
-        ),
+        ("-blockdev driver=nbd,node-name=n0", "-blockdev driver nbd"),
         (
             "-blockdev driver=nbd,node-name=n",
             "-blockdev driver nbd cannot be moved",

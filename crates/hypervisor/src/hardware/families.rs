@@ -7,6 +7,7 @@
 use super::content;
 use super::tables::Kind;
 use crate::command_line::Line;
+use crate::description::MEMORY_MIB_MAX;
 use longhaul_protocol::hardware::Hardware;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -240,7 +241,15 @@ pub(crate) fn are_sound(hardware: &Hardware) -> bool {
     };
     let filled = FW_CFG.options(settings);
     let filled = filled.iter().all(|option| option.len() == 2);
+    let sizes = RAM.options(settings);
+    let sizes = sizes.iter().flatten().filter(|(key, _)| *key == "size");
+    let bytes_max = MEMORY_MIB_MAX << 20;
+    let sized = sizes.fold(Some(0_u64), |sum, (_, size)| {
+        let sum = sum?.checked_add(size.parse().ok()?)?;
+        (sum <= bytes_max).then_some(sum)
+    });
     FAMILIES.iter().all(few)
+        && sized.is_some()
         && bytes <= CONTENTS_BYTES_MAX
         && filled
         && complete(&FW_CFG, &["name"])

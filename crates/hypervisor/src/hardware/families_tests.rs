@@ -140,7 +140,16 @@ fn contents_and_options_have_limits() {
         settings(&FW_CFG, &[&[("name", "opt/a")]]),
         settings(&FW_CFG, &[&[("string", "a"), ("content", "Zg==")]]),
         settings(&RAM, &[&[("id", "a"), ("kind", "ram")]]),
-        settings(&NUMA, &vec![&[("type", "node")][..]; OPTIONS_MAX + 1]),
+        settings(&RAM, &[&[("id", "a"), ("kind", "ram"), ("size", "1G")]]),
+        settings(
+            &RAM,
+            &[&[
+                ("id", "a"),
+                ("kind", "ram"),
+                ("size", "18446744073709551615"),
+            ]],
+        ),
+        settings(&SMBIOS, &vec![&[("type", "1")][..]; OPTIONS_MAX + 1]),
     ] {
         assert!(!sound(incomplete.clone()), "{incomplete:?}");
     }

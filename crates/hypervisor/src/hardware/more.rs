@@ -85,23 +85,17 @@ pub(super) const MODELS: &[Model] = &[
         ],
     ),
     model(
-        &["usb-audio"],
-        Bus::Usb,
-        Serves::Sound,
-        &[&[("buffer", Number), ("debug", Number), ("multi", Switch)]],
-    ),
-    model(
         &["usb-ccid", "usb-wacom-tablet"],
         Bus::Usb,
         Serves::Nothing,
         &[&[("debug", Number), ("serial", Word)]],
     ),
     model(
-        &["usb-braille", "usb-redir", "usb-serial"],
+        &["usb-redir"],
         Bus::Usb,
         Serves::Terminal,
         &[&[
-            ("always-plugged", Switch),
+            ("bootindex", Number),
             ("debug", Number),
             ("filter", Text),
             ("serial", Word),
@@ -188,15 +182,7 @@ const SETTINGS: &[(&str, Kind)] = &[
     (
         "audio.model",
         OneOf(&[
-            "ac97",
-            "adlib",
-            "cs4231a",
-            "es1370",
-            "gus",
-            "hda",
-            "sb16",
-            "usb-audio",
-            "virtio",
+            "ac97", "adlib", "cs4231a", "es1370", "gus", "hda", "sb16", "virtio",
         ]),
     ),
     ("boot.once", Word),

@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 /// The maximum size of a block whose content may travel in QEMU's stream.
-const KEPT_BLOCK_BYTES_MAX: u64 = 16 << 20;
+pub(crate) const KEPT_BLOCK_BYTES_MAX: u64 = 16 << 20;
 /// The maximum total size of such blocks.
 const KEPT_BYTES_MAX: u64 = 40 << 20;
 /// The maximum number of pieces of guest RAM in one system call: more are not faster.

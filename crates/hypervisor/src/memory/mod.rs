@@ -75,6 +75,7 @@ mod source;
 mod unused;
 
 pub(crate) use address_map::{is_unnamed, shared_files};
+pub(crate) use guest_memory::KEPT_BLOCK_BYTES_MAX;
 pub use guest_memory::{AccessError, AttachError, GuestMemory, MemoryBlock};
 pub use incoming::{Incoming, IncomingError, Loaded};
 pub use longhaul_qemu_stream::{Prelude, RamBlock};

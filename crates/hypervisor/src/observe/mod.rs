@@ -191,7 +191,7 @@ async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
 pub(crate) fn is_made_elsewhere(kind: &str) -> bool {
     Model::of(kind).is_some_and(|model| match model.serves {
         Serves::Disk | Serves::Medium | Serves::Nic => true,
-        Serves::Nothing | Serves::Channel | Serves::Terminal => {
+        Serves::Nothing | Serves::Channel | Serves::Terminal | Serves::Sound => {
             // A hub is what QEMU adds by itself when ports run out.
             model.bus == Bus::Usb && kind != "usb-hub"
         }

@@ -157,7 +157,7 @@ fn look_at(
     let arriving = Arriving {
         peer: peer.id,
         guest: offer.guest.name.clone(),
-        memory_bytes: offer.guest.memory_mib << 20,
+        memory_bytes: offer.guest.memory_bytes(),
         vcpus: offer.guest.vcpus,
     };
     room(context, &state, &excess, limits, &arriving)?;
@@ -332,7 +332,7 @@ fn room(
     for found in found.iter().filter(sent) {
         if let Some(description) = found.description() {
             guests += 1;
-            memory += description.memory_mib << 20;
+            memory = memory.saturating_add(description.memory_bytes());
             vcpus += description.vcpus;
         }
     }

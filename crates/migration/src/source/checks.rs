@@ -131,7 +131,9 @@ pub(crate) async fn examine(
     let refused = local.into_iter().filter_map(Result::err);
     for error in refused {
         // A guest that was attached to was asked for its disks already.
-        let known = reasons.iter().any(|reason| reason.error.message == error.message);
+        let known = reasons
+            .iter()
+            .any(|reason| reason.error.message == error.message);
         if !known {
             reasons.push(Reason::lasting("disks", error));
         }

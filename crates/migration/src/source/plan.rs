@@ -62,7 +62,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
         machine_type: Some(candidate.guest.description().machine.clone()),
         accelerator: None,
         vcpus: Some(candidate.guest.description().vcpus),
-        memory_bytes: Some(candidate.guest.description().memory_mib << 20),
+        memory_bytes: Some(candidate.guest.description().memory_bytes()),
         memory_used_bytes: None,
         dirty_rate_bytes_per_s: None,
         hot_bytes: None,
