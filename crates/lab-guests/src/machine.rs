@@ -203,9 +203,10 @@ fn memory_blocks(text: &str) -> Vec<String> {
     let mut found: Vec<String> = Vec::new();
     for line in text.lines().skip(1) {
         let words: Vec<&str> = line.split_ascii_whitespace().collect();
-        // The name is first; the size in use is followed by the largest size.
+        // The name is first; an offset is followed by the size in use, the largest size, and an
+        // address of this process.
         let sizes = words.iter().filter(|word| word.starts_with("0x"));
-        let sizes: Vec<&str> = sizes.copied().skip(1).collect();
+        let sizes: Vec<&str> = sizes.copied().skip(1).take(2).collect();
         let name = words.first().copied().unwrap_or_default();
         found.push(format!("{name} {}", sizes.join(" ")));
     }

@@ -2,6 +2,7 @@
 
 use crate::line::Expectation;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// The longest reason in a row; the document has all of it.
@@ -75,6 +76,8 @@ pub struct Row {
     pub warnings: Vec<String>,
     /// How long all of it took.
     pub seconds: f64,
+    /// How long each step took.
+    pub seconds_of: BTreeMap<&'static str, f64>,
 }
 
 impl Row {
@@ -250,6 +253,7 @@ mod tests {
             reasons: vec![reason.to_owned()],
             warnings: Vec::new(),
             seconds: 1.0,
+            seconds_of: BTreeMap::new(),
         };
         row.judge();
         row

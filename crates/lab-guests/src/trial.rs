@@ -68,6 +68,7 @@ pub(crate) fn run(stage: &mut Stage, line: &Line, hidden: bool) -> Result<Row, L
         reasons: Vec::new(),
         warnings: Vec::new(),
         seconds: 0.0,
+        seconds_of: BTreeMap::new(),
     };
     stage.clear()?;
     let tried = prepare_and_try(stage, line, &mut row);
@@ -88,7 +89,9 @@ fn prepare_and_try(stage: &mut Stage, line: &Line, row: &mut Row) -> Result<(), 
         made.configuration(line, DESTINATION)?,
     ];
     stage.begin(&tables)?;
+    let began = Instant::now();
     let qemu = Qemu::start(stage, line, &made)?;
+    row.seconds_of.insert("start", began.elapsed().as_secs_f64());
     let mut trial = Trial {
         stage,
         made: &made,
@@ -101,31 +104,42 @@ fn prepare_and_try(stage: &mut Stage, line: &Line, row: &mut Row) -> Result<(), 
 impl Trial<'_> {
     fn all(&mut self) -> Result<(), LabError> {
         let before = Answers::of(&self.qemu.socket)?;
-        if !self.attach()? || !self.plan(SOURCE)? {
+        if !self.timed("attach", Self::attach)? || !self.timed("plan", |it| it.plan(SOURCE))? {
             return Ok(());
         }
-        let given_up = self.give_up(&before)?;
+        let given_up = self.timed("given up", |it| it.give_up(&before))?;
         self.row.given_up = self.step("given up", given_up);
-        let there = self.move_to(DESTINATION, &before)?;
+        if self.row.there == Step::Failed {
+            self.row.plan_was_wrong = true;
+            return Ok(());
+        }
+        let there = self.timed("there", |it| it.move_to(DESTINATION, &before))?;
         self.row.there = self.step("there", there);
         self.row.plan_was_wrong = self.row.there == Step::Failed;
         if self.row.there != Step::Ok {
             return Ok(());
         }
-        let reasons = self.row.reasons.len();
         if !self.plan(DESTINATION)? {
-            self.row.plan = Step::Ok;
-            // A failed step has its own reason.
-            self.row.back = match self.row.reasons.len() > reasons {
-                true => Step::Refused,
-                false => Step::Failed,
-            };
+            self.row.back = std::mem::replace(&mut self.row.plan, Step::Ok);
             return Ok(());
         }
-        let back = self.move_to(SOURCE, &before)?;
+        let back = self.timed("back", |it| it.move_to(SOURCE, &before))?;
         self.row.back = self.step("back", back);
         self.row.plan_was_wrong = self.row.back == Step::Failed;
         Ok(())
+    }
+
+    /// Carries out a step, and notes how long it took.
+    fn timed<T>(
+        &mut self,
+        name: &'static str,
+        step: impl FnOnce(&mut Self) -> Result<T, LabError>,
+    ) -> Result<T, LabError> {
+        let began = Instant::now();
+        let done = step(self);
+        let took = began.elapsed().as_secs_f64();
+        self.row.seconds_of.insert(name, took);
+        done
     }
 
     fn step(&mut self, name: &str, tried: Tried) -> Step {
@@ -234,7 +248,9 @@ impl Trial<'_> {
         let finished = moving.finish(LIMIT)?;
         let mut wrong = Vec::new();
         if finished.exit_code != Some(GIVEN_UP) || finished.outcome != Some(Outcome::Aborted) {
-            wrong.push(finished.why());
+            wrong.extend(words::of_move(&finished));
+            // It failed by itself: to try it again shows nothing new.
+            self.row.there = Step::Failed;
         }
         let mut remains = Vec::new();
         process::wait_until(CLEAR_LIMIT, || {
@@ -273,18 +289,8 @@ impl Trial<'_> {
         let from = 1 - to;
         let finished = self.migrate(from, &["--verify"])?;
         if !finished.completed() {
-            let said: Vec<String> = finished
-                .said
-                .iter()
-                .flat_map(|text| words::reasons(text, &finished.why()))
-                .collect();
-            let status = self.status_after_failure(from);
-            let mut reasons = if said.is_empty() {
-                vec![finished.why()]
-            } else {
-                said
-            };
-            reasons.extend(status);
+            let mut reasons = words::of_move(&finished);
+            reasons.extend(self.status_after_failure(from));
             return Ok(Err(reasons));
         }
         let mut wrong = Vec::new();
@@ -296,8 +302,11 @@ impl Trial<'_> {
         }
         let source_ended = || {
             let rest = self.stage.of_guests(from).unwrap_or_default();
-            rest.iter()
-                .all(|pid| !command(*pid).contains("qemu-system"))
+            let started = from == SOURCE && self.qemu.process.is_alive();
+            !started
+                && rest
+                    .iter()
+                    .all(|pid| !command(*pid).contains("qemu-system"))
         };
         if !process::wait_until(CLEAR_LIMIT, source_ended) {
             wrong.push("the source's QEMU did not end".to_owned());

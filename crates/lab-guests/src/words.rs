@@ -1,6 +1,7 @@
 //! Reads what programs print.
 
 use longhaul_lab::error::LabError;
+use longhaul_lab::product::Finished;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -21,6 +22,16 @@ pub(crate) fn reasons(out: &str, err: &str) -> Vec<String> {
     });
     let message = messages.next().unwrap_or_else(|| err.trim().to_owned());
     split(&message)
+}
+
+/// Returns why a move did not complete.
+pub(crate) fn of_move(finished: &Finished) -> Vec<String> {
+    let documents = finished.said.iter();
+    let mut messages = documents.filter_map(|text| error_message(&serde_json::from_str(text).ok()?));
+    match messages.next() {
+        Some(message) => split(&message),
+        None => vec![finished.why()],
+    }
 }
 
 /// Returns the message of a document `{"error": {...}}`, with its hint.
