@@ -10,7 +10,7 @@ pub const CORES: [&str; 5] = [
 ];
 
 /// The dependencies allowed for each package of the workspace (without those of its tests).
-pub const DIRECTION: [(&str, &[&str]); 21] = [
+pub const DIRECTION: [(&str, &[&str]); 22] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
@@ -79,6 +79,7 @@ pub const DIRECTION: [(&str, &[&str]); 21] = [
             "longhaul-lab",
         ],
     ),
+    ("longhaul-lab-guests", &["longhaul-api", "longhaul-lab"]),
     (
         "longhaul-lab-program",
         &[
@@ -87,6 +88,7 @@ pub const DIRECTION: [(&str, &[&str]); 21] = [
             "longhaul-lab",
             "longhaul-lab-bench",
             "longhaul-lab-crash",
+            "longhaul-lab-guests",
         ],
     ),
     ("longhaul-checks", &[]),

@@ -16,6 +16,7 @@ use longhaul_lab::lab::{HOST_NAMES, Plan, print, say};
 use longhaul_lab::link::spec::LinkSpec;
 use longhaul_lab_bench::{bench, results};
 use longhaul_lab_crash as crash;
+use longhaul_lab_guests as guests;
 use longhaul_protocol::units::parse_duration;
 use up::{Inhabitants, LinkChange};
 
@@ -94,6 +95,8 @@ enum Action {
     CrashMatrix(crash::Options),
     /// Move one guest back and forth, with failures in between, and check that nothing remains
     Soak(crash::soak::Options),
+    /// Move guests with the QEMU command lines that people use: there, given up, and back
+    Guests(guests::Options),
     /// Let a guest write to disks of its own, and check their content from outside
     #[command(subcommand)]
     History(history::Action),
@@ -157,6 +160,7 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
         } => print(&bench::codec::write_sample(&input, seed, &folder)?)?,
         Action::CrashMatrix(options) => return crash::command(&options),
         Action::Soak(options) => return crash::soak::command(&options),
+        Action::Guests(options) => return guests::command(&options),
         Action::History(action) => return history::command(&action),
         Action::Up(arguments) if arguments.foreground => up::hold(
             Plan {

@@ -19,3 +19,4 @@ pub mod peer;
 pub mod process;
 pub mod product;
 pub mod registry;
+pub mod tap;

@@ -4,11 +4,10 @@
 //! It ends when its standard input does: together with the process that started it, for any reason.
 
 use std::collections::VecDeque;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nix::libc;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 use serde::{Deserialize, Serialize};
@@ -27,6 +26,7 @@ use super::spec::LinkSpec;
 use super::stats::{DirectionStats, Lateness, LinkStats};
 use crate::error::{During, LabError};
 use crate::netns::Namespace;
+use crate::tap;
 
 /// The maximum length of a frame: an Ethernet header and 1500 bytes, with some room for tags.
 const FRAME_BYTES_MAX: usize = 1600;
@@ -152,50 +152,11 @@ fn raise_priority() {
 fn open_tap(end: &EndConfig) -> Result<File, LabError> {
     let namespace = Namespace::open(&end.namespace)?;
     namespace.enter(|| {
-        let tap = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_NONBLOCK)
-            .open("/dev/net/tun")
-            .during(|| "open /dev/net/tun (hint: modprobe tun)".to_owned())?;
-        attach(&tap, &end.interface).during(|| format!("make the TAP {}", end.interface))?;
+        let tap = tap::open(&end.interface, 0)?;
+        fcntl(&tap, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
+            .during(|| format!("prepare the TAP {}", end.interface))?;
         Ok(tap)
     })?
-}
-
-/// The kernel's `struct ifreq`, as far as TUNSETIFF reads it.
-#[repr(C)]
-struct InterfaceRequest {
-    name: [u8; 16],
-    flags: i16,
-    unused: [u8; 22],
-}
-
-nix::ioctl_write_ptr_bad!(
-    /// Creates or opens the requested interface.
-    tun_set_interface,
-    nix::request_code_write!(b'T', 202, size_of::<libc::c_int>()),
-    InterfaceRequest
-);
-
-fn attach(tap: &File, interface: &str) -> io::Result<()> {
-    let mut request = InterfaceRequest {
-        name: [0; 16],
-        flags: (libc::IFF_TAP | libc::IFF_NO_PI) as i16,
-        unused: [0; 22],
-    };
-    let name = interface.as_bytes();
-    if name.len() >= request.name.len() {
-        return Err(io::Error::other("the interface's name is too long"));
-    }
-    request.name[..name.len()].copy_from_slice(name);
-    #[expect(unsafe_code, reason = "there is no safe wrapper of TUNSETIFF")]
-    // SAFETY: the descriptor is open, and the request is a whole, initialised ifreq (40 bytes) that
-    // outlives the call; the kernel writes nothing beyond it.
-    unsafe {
-        tun_set_interface(tap.as_raw_fd(), &raw const request)?;
-    }
-    Ok(())
 }
 
 /// Carries the frames of one direction.
