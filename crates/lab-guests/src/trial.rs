@@ -91,7 +91,8 @@ fn prepare_and_try(stage: &mut Stage, line: &Line, row: &mut Row) -> Result<(), 
     stage.begin(&tables)?;
     let began = Instant::now();
     let qemu = Qemu::start(stage, line, &made)?;
-    row.seconds_of.insert("start", began.elapsed().as_secs_f64());
+    row.seconds_of
+        .insert("start", began.elapsed().as_secs_f64());
     let mut trial = Trial {
         stage,
         made: &made,

@@ -283,9 +283,11 @@ fn user(
         ));
     };
     let mut user = UserNetwork::default();
-    for (key, value) in words.iter() {
+    for (key, given) in words.iter() {
         let name = key.split('.').next().unwrap_or(key);
-        let value = match value {
+        let is_text = matches!(name, "dnssearch" | "domainname" | "hostname");
+        let value = match given {
+            value if is_text => value,
             "yes" | "true" | "y" => "on",
             "no" | "false" | "n" => "off",
             value => value,
@@ -314,7 +316,7 @@ fn user(
                 "" => format!(
                     "setting {}={} of its user network cannot be made again",
                     shown(key),
-                    shown(value)
+                    shown(given)
                 ),
                 what => format!("its user network {what}"),
             };

@@ -226,7 +226,7 @@ mod tests {
         for (text, expected) in [
             ("file=a,snapshot=on", "option -drive snapshot=on"),
             ("file=a,copy-on-read=on", "option -drive copy-on-read=on"),
-            ("file=a,bps=1", "-drive setting bps"),
+            ("file=a,frobnicate=1", "-drive setting frobnicate"),
             ("file=a,offset=512", "-drive setting offset"),
         ] {
             let refusals = drive(&words(text));

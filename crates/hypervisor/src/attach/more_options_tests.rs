@@ -233,7 +233,8 @@ fn every_option_of_the_installed_emulators_has_a_meaning() {
                 .split_whitespace()
                 .take_while(|word| word.starts_with('-') || matches!(*word, "or"));
             for name in words.flat_map(|word| word.split('/')) {
-                let Some(name) = name.strip_prefix('-').filter(|name| !name.is_empty()) else {
+                let name = name.strip_prefix("--").or(name.strip_prefix('-'));
+                let Some(name) = name.filter(|name| !name.is_empty()) else {
                     continue;
                 };
                 let name = name.split(['[', '=', ',']).next().unwrap_or(name);

@@ -156,14 +156,7 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
     ),
     ("trace", true, Local),
     ("usb", false, Machine),
-    (
-        "usbdevice",
-        true,
-        Never(
-            "it is a device without a place of its own",
-            "use `-device usb-tablet`",
-        ),
-    ),
+    ("usbdevice", true, Machine),
     ("uuid", true, Local),
     ("vga", true, Local),
     (
