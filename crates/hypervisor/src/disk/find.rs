@@ -137,10 +137,18 @@ fn read(
             hint,
         ));
     };
-    let (mut above, mut node, mut grows) = (None, top, false);
-    while let Some(below) = graph.child(node, "file") {
-        grows |= passes_on(node, below, graph, known)?;
-        (above, node) = (Some(node), below);
+    let mut chain = vec![top];
+    while let Some(below) = graph.child(chain[chain.len() - 1], "file") {
+        chain.push(below);
+    }
+    let (above, node) = match &*chain {
+        [.., above, node] => (Some(*above), *node),
+        _ => (None, top),
+    };
+    let listed = on_line(arguments, device, above, node);
+    let mut grows = false;
+    for pair in chain.windows(2) {
+        grows |= passes_on((pair[0], pair[1]), graph, known, listed.is_some())?;
     }
     let driver = known.driver(node).unwrap_or_default();
     if driver == "nbd" && node.starts_with(OURS) {
@@ -151,7 +159,7 @@ fn read(
     if !matches!(&*driver, "file" | "host_device") {
         return Err(other_driver(&driver));
     }
-    if let Some(listed) = on_line(arguments, device, above, node) {
+    if let Some(listed) = listed {
         return Ok(listed);
     }
     let above = match above {
@@ -171,8 +179,14 @@ fn read(
     })
 }
 
-/// Checks a node above the node of the disk's file. Returns whether it lets the file grow.
-fn passes_on(node: &str, below: &str, graph: &Graph, known: &Known) -> Result<bool, NodesError> {
+/// Checks a node above the node of the disk's file. Returns whether it lets the file grow. `listed`:
+/// whether its options are known.
+fn passes_on(
+    (node, below): (&str, &str),
+    graph: &Graph,
+    known: &Known,
+    listed: bool,
+) -> Result<bool, NodesError> {
     let driver = known.driver(node).unwrap_or_default();
     if known.is_encrypted(node) {
         return refuse("its image is encrypted");
@@ -181,7 +195,8 @@ fn passes_on(node: &str, below: &str, graph: &Graph, known: &Known) -> Result<bo
         filter if FILTERS.contains(&filter) => Ok(false),
         "raw" => {
             let bytes = |node: &str| known.size_bytes(node).unwrap_or_default();
-            match bytes(node).next_multiple_of(512) == bytes(below).next_multiple_of(512) {
+            let all = bytes(node).next_multiple_of(512) == bytes(below).next_multiple_of(512);
+            match all || listed {
                 true => Ok(false),
                 false => refuse("only a part of its file is the disk (`offset`, `size`)"),
             }
