@@ -4,6 +4,7 @@
 //!
 //! [`line`] defines the lines, `material` what they need, `trial` the steps, [`report`] the results.
 
+mod bridge;
 pub mod exec;
 pub mod line;
 mod machine;
@@ -104,6 +105,7 @@ pub fn run(
     jobs: usize,
     each: impl Fn(&Row) -> Result<(), LabError> + Sync,
 ) -> Result<Vec<Row>, LabError> {
+    let _permission = bridge::Permission::give(lines)?;
     let queue: Mutex<VecDeque<usize>> = Mutex::new((0..lines.len()).collect());
     let next = || {
         queue

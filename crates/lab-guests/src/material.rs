@@ -24,8 +24,9 @@ const SEABIOS: &str = "/usr/share/seabios/bios-256k.bin";
 
 const MIB: u64 = 1 << 20;
 const FLOPPY_BYTES: u64 = 1_474_560;
-/// A boot sector that jumps to itself: the guest runs, and its state does not change.
-const BOOT_SECTOR: [u8; 2] = [0xeb, 0xfe];
+/// A boot sector that halts the processor without interrupts: the guest runs, and its state does not
+/// change. In assembly: cli; hlt; jmp back to hlt.
+const BOOT_SECTOR: [u8; 4] = [0xfa, 0xf4, 0xeb, 0xfd];
 /// The end of a boot sector.
 const BOOTABLE: [u8; 2] = [0x55, 0xaa];
 
@@ -375,6 +376,7 @@ impl Material {
             ("office".to_owned(), toml::Value::from(bridge)),
             ("unplugged".to_owned(), "none".into()),
             ("cut-off".to_owned(), "user".into()),
+            ("world".to_owned(), "nat".into()),
         ]);
         let mut firmware = toml::Table::new();
         let known = [("ovmf", OVMF), ("code", OVMF_CODE), ("secure", OVMF_SECURE)];
@@ -432,7 +434,7 @@ fn make_disk(path: &Path, kind: DiskKind, format: &str) -> Result<(), LabError> 
         let mut file = File::create(&raw)?;
         file.set_len(size)?;
         let mut sector = vec![0; 512];
-        sector[..2].copy_from_slice(&BOOT_SECTOR);
+        sector[..4].copy_from_slice(&BOOT_SECTOR);
         sector[510..].copy_from_slice(&BOOTABLE);
         file.write_all(&sector)?;
         file.seek(SeekFrom::Start(MIB))?;

@@ -23,8 +23,8 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 /// How long the firmware may take to reach the boot sector. Guests without one are moved while they
 /// search for it.
 const BOOT_LIMIT: Duration = Duration::from_secs(4);
-/// The address at which a boot sector runs.
-const BOOT_ADDRESS: &str = "7c00";
+/// The beginning of the addresses at which the boot sector runs.
+const BOOT_ADDRESS: &str = "7c0";
 /// Parts of output that every start may have.
 const NOISE: [&str; 8] = [
     "warning:",
@@ -208,7 +208,8 @@ fn wait_for_boot(qmp: &mut Qmp) -> Result<(), LabError> {
 fn at_boot_sector(registers: &str) -> bool {
     let mut words = registers.split_ascii_whitespace();
     let pointer = words.find_map(|word| word.strip_prefix("RIP=").or(word.strip_prefix("EIP=")));
-    pointer.is_some_and(|pointer| pointer.trim_start_matches('0') == BOOT_ADDRESS)
+    let pointer = pointer.map(|pointer| pointer.trim_start_matches('0'));
+    pointer.is_some_and(|pointer| pointer.len() == 4 && pointer.starts_with(BOOT_ADDRESS))
 }
 
 /// Returns the line's own control socket, if it has one without a client.
@@ -324,8 +325,9 @@ mod tests {
 
     #[test]
     fn a_boot_sector_is_known_by_its_address() {
-        assert!(at_boot_sector("EAX=0 EBX=1\nEIP=00007c00 EFL=2"));
+        assert!(at_boot_sector("EAX=0 EBX=1\nEIP=00007c02 EFL=2"));
         assert!(at_boot_sector("RIP=0000000000007c00 RFL=2"));
         assert!(!at_boot_sector("EIP=0000fff0"));
+        assert!(!at_boot_sector("EIP=007c0000"));
     }
 }

@@ -115,8 +115,10 @@ impl Stage {
             })?;
             let path = self.host(host)?.folder().join("agent.toml");
             fs::write(&path, text).during(|| format!("write {}", path.display()))?;
-            let (lab, product) = (&self.lab, &mut self.product);
-            product.agent_mut(host)?.restart(lab.host(host)?)?;
+            let agent = self.product.agent_mut(host)?;
+            // It looks there for the bridges of TAPs.
+            agent.see_interfaces();
+            agent.restart(self.lab.host(host)?)?;
         }
         Ok(())
     }

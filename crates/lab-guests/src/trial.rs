@@ -23,6 +23,8 @@ use std::time::{Duration, Instant};
 const GUEST: &str = "g";
 /// The rate of the move that is given up: a disk takes some seconds.
 const SLOW: &str = "8mbit";
+/// It is given up when it has sent this much.
+const HALF_WAY_BYTES: u64 = 512 << 10;
 /// The exit code of a move that was refused, and of one that was given up.
 const REFUSED: i32 = 3;
 const GIVEN_UP: i32 = 130;
@@ -35,6 +37,13 @@ const LASTING: [&str; 3] = ["journal/incarnation", "qemu.log", "sent-by"];
 
 /// A failed step, with the reason.
 type Tried = Result<(), Vec<String>>;
+
+/// A move to its end.
+struct Moved {
+    completed: bool,
+    /// Why it failed, or what is not as it must be.
+    wrong: Vec<String>,
+}
 
 /// A line on a stage.
 struct Trial<'a> {
@@ -115,18 +124,19 @@ impl Trial<'_> {
             return Ok(());
         }
         let there = self.timed("there", |it| it.move_to(DESTINATION, &before))?;
-        self.row.there = self.step("there", there);
-        self.row.plan_was_wrong = self.row.there == Step::Failed;
-        if self.row.there != Step::Ok {
-            return Ok(());
-        }
-        if !self.plan(DESTINATION)? {
-            self.row.back = std::mem::replace(&mut self.row.plan, Step::Ok);
+        self.row.plan_was_wrong = !there.completed;
+        self.row.there = self.step("there", verdict(there.wrong));
+        if !there.completed {
             return Ok(());
         }
         let back = self.timed("back", |it| it.move_to(SOURCE, &before))?;
-        self.row.back = self.step("back", back);
-        self.row.plan_was_wrong = self.row.back == Step::Failed;
+        // A plan of this move only shows whether its failure could be known.
+        if !back.completed && !self.plan(DESTINATION)? {
+            self.row.back = std::mem::replace(&mut self.row.plan, Step::Ok);
+            return Ok(());
+        }
+        self.row.plan_was_wrong = !back.completed;
+        self.row.back = self.step("back", verdict(back.wrong));
         Ok(())
     }
 
@@ -239,8 +249,14 @@ impl Trial<'_> {
         let processes = self.processes()?;
         let to = self.stage.host(DESTINATION)?;
         let more = ["--bandwidth", SLOW];
+        let link = self.stage.lab.link(SOURCE, DESTINATION)?;
+        let sent = || link.stats().map(|stats| stats.forth.carried_bytes);
+        let until = sent()? + HALF_WAY_BYTES;
         let mut moving = self.stage.product.migrate(SOURCE, GUEST, to, &more)?;
         if moving.wait_for_phase(Phase::Precopy, LIMIT) {
+            process::wait_until(LIMIT, || {
+                moving.has_ended() || sent().is_ok_and(|sent| sent > until)
+            });
             let said = self.stage.say(SOURCE, &["cancel", GUEST], LIMIT)?;
             if !said.status.is_some_and(|status| status.success()) {
                 return Ok(Err(words::reasons(&said.out, &said.err)));
@@ -286,13 +302,16 @@ impl Trial<'_> {
     }
 
     /// Moves the guest to a host, and checks it there.
-    fn move_to(&mut self, to: usize, before: &Answers) -> Result<Tried, LabError> {
+    fn move_to(&mut self, to: usize, before: &Answers) -> Result<Moved, LabError> {
         let from = 1 - to;
         let finished = self.migrate(from, &["--verify"])?;
         if !finished.completed() {
-            let mut reasons = words::of_move(&finished);
-            reasons.extend(self.status_after_failure(from));
-            return Ok(Err(reasons));
+            let mut wrong = words::of_move(&finished);
+            wrong.extend(self.status_after_failure(from, before));
+            return Ok(Moved {
+                completed: false,
+                wrong,
+            });
         }
         let mut wrong = Vec::new();
         let report = finished.report.as_deref();
@@ -324,17 +343,20 @@ impl Trial<'_> {
         for image in self.made.images.iter().filter(|image| image.local) {
             wrong.extend(self.different(image.format, &image.paths, from)?);
         }
-        Ok(verdict(wrong))
+        Ok(Moved {
+            completed: true,
+            wrong,
+        })
     }
 
     /// Returns what is wrong with the guest at the source after a failed move.
-    fn status_after_failure(&self, from: usize) -> Option<String> {
+    fn status_after_failure(&self, from: usize, before: &Answers) -> Option<String> {
         let socket = match from {
             SOURCE => Ok(self.qemu.socket.clone()),
             _ => self.monitor(from),
         };
         match socket.and_then(|socket| Answers::of(&socket)) {
-            Ok(answers) if answers.status == "running" => None,
+            Ok(answers) if answers.status == before.status => None,
             Ok(answers) => Some(format!("the guest is {}", answers.status)),
             Err(error) => Some(format!("the guest does not answer: {error}")),
         }

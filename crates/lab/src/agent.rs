@@ -33,6 +33,7 @@ pub struct Agent {
     config: PathBuf,
     log: PathBuf,
     process: Child,
+    own_sysfs: bool,
 }
 
 /// The fields of `longhaul host --json` that the laboratory needs.
@@ -53,13 +54,14 @@ impl Agent {
         let log = host.folder().join("agent.log");
         let text = configuration(host, &api, more)?;
         fs::write(&config, text).during(|| format!("write {}", config.display()))?;
-        let process = start_process(host, &config, &log, "")?;
+        let process = start_process(host, &config, &log, "", false)?;
         let mut agent = Self {
             name: host.name().to_owned(),
             api,
             config,
             log,
             process,
+            own_sysfs: false,
         };
         agent.wait_until_it_answers()?;
         Ok(agent)
@@ -130,8 +132,15 @@ impl Agent {
     /// When it does not come up; the error names its log.
     pub fn restart_to_fail(&mut self, host: &Host, fail_points: &str) -> Result<(), LabError> {
         self.kill()?;
-        self.process = start_process(host, &self.config, &self.log, fail_points)?;
+        let (config, log) = (&self.config, &self.log);
+        self.process = start_process(host, config, log, fail_points, self.own_sysfs)?;
         self.wait_until_it_answers()
+    }
+
+    /// Lets it see the interfaces of its host in /sys from its next start on. It then has mounts of
+    /// its own.
+    pub fn see_interfaces(&mut self) {
+        self.own_sysfs = true;
     }
 
     /// Returns whether its process has ended.
@@ -287,6 +296,7 @@ fn start_process(
     config: &Path,
     log: &Path,
     fail_points: &str,
+    own_sysfs: bool,
 ) -> Result<Child, LabError> {
     let output = File::options()
         .create(true)
@@ -296,7 +306,17 @@ fn start_process(
     let errors = output
         .try_clone()
         .during(|| format!("open {}", log.display()))?;
-    let mut command = Command::new(own_binary("longhaul")?);
+    let program = own_binary("longhaul")?;
+    let mut command = match own_sysfs {
+        true => {
+            let mut command = Command::new("ip");
+            let namespace = host.namespace().name();
+            // It becomes the program in a mount namespace with the /sys of the network namespace.
+            command.args(["netns", "exec", namespace]).arg(program);
+            command
+        }
+        false => Command::new(program),
+    };
     command.arg("agent").arg("--config").arg(config);
     command.stdin(Stdio::null()).stdout(output).stderr(errors);
     command.process_group(0);
