@@ -121,8 +121,8 @@ pub(crate) fn backend(
     Ok(true)
 }
 
-/// Returns the bridge of each network card that needs a TAP device and its port there, by the card's
-/// index.
+/// Returns the bridge of each network card that needs a TAP device, and its port there, by the
+/// card's index.
 pub(crate) fn bridges<'a>(
     description: &GuestDescription,
     config: &'a HostConfig,

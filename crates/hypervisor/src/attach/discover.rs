@@ -252,7 +252,7 @@ fn seen_from_here(pid: i32, path: &str) -> PathBuf {
     }
 }
 
-/// Returns the state of a socket, from the kernel's list of unix sockets: the sockets of its clients
+/// Returns the state of a socket, from the kernel's list of unix sockets. Those of its clients
 /// have its path as well.
 fn state(pid: i32, path: &str) -> SocketState {
     if fs::metadata(seen_from_here(pid, path)).is_err() {

@@ -190,8 +190,8 @@ impl Question<'_> {
         })
     }
 
-    /// Adds the result for a read-only image that this host lacks, or that just arrives with another
-    /// guest. Returns false for other files.
+    /// Adds the result for a read-only image that this host lacks, or that just arrives with
+    /// another guest. Returns false for other files.
     fn comes_or_arrives(
         &self,
         context: &Context,
@@ -626,8 +626,8 @@ fn look(
     Ok((found, seen))
 }
 
-/// Returns the kind of a file's file system, if that is one of this host alone. No other host can see
-/// the file, except through a file system that this host shares.
+/// Returns the kind of a file's file system, if that is one of this host alone. No other host can
+/// see the file, except through a file system that this host shares.
 fn local_file_system(file: &File) -> Option<&'static str> {
     const ZFS: FsType = FsType(0x2fc1_2fc1);
     let kinds = [
