@@ -22,7 +22,7 @@ const QEMUS_MAX: usize = 1024;
 /// The time limit for a control socket to greet.
 const GREETING_WITHIN: Duration = Duration::from_millis(500);
 /// The time limit for all questions to one QEMU.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+const ANSWERS_WITHIN: Duration = Duration::from_secs(5);
 /// The longest name of a QEMU's guest that is shown, in characters.
 const NAME_CHARS_MAX: usize = 64;
 
