@@ -137,9 +137,12 @@ pub fn filters_vlans(bridge: &str) -> Option<bool> {
     number(&filters).ok().map(|filters| filters == 1)
 }
 
-/// Returns the MTU of a device of this host, if there is one of this name.
-pub fn mtu_of(device: &str) -> Option<u32> {
-    number(&Path::new(NET).join(device).join("mtu")).ok()
+/// Returns the MTU of a bridge of this host. One without ports has none of its own: it gets that of
+/// its first port.
+pub fn mtu_of(bridge: &str) -> Option<u32> {
+    let bridge = Path::new(NET).join(bridge);
+    let has_ports = fs::read_dir(bridge.join("brif")).ok()?.next().is_some();
+    number(&bridge.join("mtu")).ok().filter(|_| has_ports)
 }
 
 async fn read(net: &Path, device: &str) -> io::Result<Port> {

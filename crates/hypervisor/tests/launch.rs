@@ -433,7 +433,9 @@ fn ip(arguments: &str) -> String {
 }
 
 async fn launch_on_bridge() {
+    use longhaul_hypervisor::bridge_port;
     use longhaul_hypervisor::config::{BridgePort, Network};
+    use longhaul_protocol::port::{Port, PortFlag};
     ip("link add br-test type bridge");
     let (emulator, _) = &emulators()[0];
     let mut host = Host::new();
@@ -447,10 +449,32 @@ async fn launch_on_bridge() {
     }
     let mut description = guest(MACHINES[0]);
     description.disks.clear();
+    let mut port = Port {
+        mtu: Some(9000),
+        flags: [(PortFlag::Learning, false), (PortFlag::Isolated, true)].into(),
+        ..Port::default()
+    };
+    // Not every kernel filters VLANs.
+    let mut filter = Command::new("ip");
+    filter.args([
+        "link",
+        "set",
+        "br-test",
+        "type",
+        "bridge",
+        "vlan_filtering",
+        "1",
+    ]);
+    if filter.output().unwrap().status.success() {
+        port.vlans = Port::untagged(10);
+    }
+    description.nics[0].port = Some(port.clone());
     let (guest, qmp) = host
         .launch(&description, emulator, Role::Fresh)
         .await
         .unwrap();
+    let ports = bridge_port::of_guest(&qmp, guest.pid(), &description).await;
+    assert_eq!(ports.unwrap(), [(0, port)].into());
     let [tap] = guest.record().taps.as_slice() else {
         panic!("{:?}", guest.record());
     };

@@ -125,7 +125,7 @@ impl Stage {
         let mut guest = description(&tiny, &all);
         for (number, disk) in guest.disks.iter_mut().enumerate() {
             disk.read_only = disk.image == CD;
-            disk.shared = number != OWN || !own;
+            disk.shared = disk.image != CD && (number != OWN || !own);
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         let seed = now.as_nanos() as u64 >> 8;
@@ -536,4 +536,44 @@ fn a_guest_that_takes_nothing_along_moves_only_to_its_files() {
     stage.moves(1, &["--disks", "shared"]);
     stage.moves_though_exchanged(&qcow2, &[]);
     stage.judge(1);
+}
+
+#[test]
+fn a_read_only_image_moves_along_if_the_destination_has_none() {
+    let Some(stage) = Stage::new("10.0", true) else {
+        return;
+    };
+    let (here, there) = (stage.folders[0].join(CD), stage.there(CD));
+    let content = fs::read(&here).unwrap();
+    fs::remove_file(&there).unwrap();
+    assert!(stage.plan(0).possible);
+    let along = "image cd.raw: paris has none, and it moves along";
+    let planned = stage.planned(0, "image cd.raw");
+    assert_eq!(planned, [(Verdict::Ok, along.to_owned())]);
+    stage.refused(&["--disks", "shared"], &["paris lacks image cd.raw"]);
+    assert!(!there.exists());
+    // A move that is given up leaves nothing there.
+    let to = stage.lab.host(1).unwrap();
+    let slow = ["--bandwidth", "10mbit"];
+    let mut moving = stage.product.migrate(0, GUEST, to, &slow).unwrap();
+    assert!(moving.wait_for_phase(Phase::Precopy, LIMIT));
+    assert!(there.exists());
+    let latest = stage.product.latest_migration(0, GUEST).unwrap().unwrap();
+    let mut cancel = stage.product.agent(0).unwrap().command().unwrap();
+    let cancelled = cancel.args(["cancel", &latest.id]).output().unwrap();
+    assert!(cancelled.status.success(), "{cancelled:?}");
+    assert!(!moving.finish(LIMIT).unwrap().completed());
+    assert!(wait_until(LIMIT, || !there.exists()));
+    stage.goes_on();
+
+    stage.moves(0, &["--disks", "postcopy"]);
+    assert_eq!(fs::read(&there).unwrap(), content);
+    // Other guests of the source may use it.
+    assert_eq!(fs::read(&here).unwrap(), content);
+    // On the way back it is found.
+    let planned = stage.planned(1, "image cd.raw");
+    says(&planned[0].1, &["equal content (BLAKE3 "]);
+    stage.moves(1, &[]);
+    assert_eq!(fs::read(&there).unwrap(), content);
+    stage.judge(0);
 }

@@ -8,7 +8,10 @@ mod common;
 use common::{Agent, free_address};
 use nix::sys::signal::Signal;
 use serde_json::Value;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
 
 /// Boots nothing: its firmware searches for a disk forever.
 const GUEST: &str = "name = \"web-7\"\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\n\
@@ -171,4 +174,53 @@ fn a_guest_moves_there_and_back_and_outlives_its_agents() {
     assert_eq!(lyon.guest()["state"], "stopped");
     lyon.succeed(&["guests", "start", "web-7"]);
     assert_eq!(lyon.guest()["state"], "running", "its description was kept");
+}
+
+/// Returns what is discovered of a process.
+fn discovered(host: &Host, pid: u32) -> Value {
+    let found = host.json(&["guests", "discover"]);
+    let mut found = found["guests"].as_array().unwrap().iter();
+    let one = found.find(|guest| guest["pid"] == pid);
+    one.unwrap_or_else(|| panic!("{pid} is missing")).clone()
+}
+
+#[test]
+fn every_qemu_is_discovered_and_a_control_socket_in_use_is_left_alone() {
+    let here = free_address();
+    let lyon = Host::start("lyon-1", &here);
+    let description = lyon.0.folder.path().join("web-7.toml");
+    std::fs::write(&description, GUEST).unwrap();
+    lyon.succeed(&["guests", "start", &description.display().to_string()]);
+    let own = lyon.guest()["pid"].as_u64().unwrap();
+    let own = discovered(&lyon, u32::try_from(own).unwrap());
+    assert_eq!(own["owner"], "longhaul", "{own}");
+    assert_eq!(own["guest"], "web-7");
+    assert_eq!(own["attachable"], Value::Null, "it was not asked");
+
+    let socket = lyon.0.folder.path().join("by-hand.qmp");
+    let mut qemu = Command::new("qemu-system-x86_64")
+        .args(["-name", "by-hand", "-M", "q35", "-m", "64", "-nodefaults"])
+        .args(["-display", "none", "-S", "-accel", "tcg", "-qmp"])
+        .arg(format!("unix:{},server=on,wait=off", socket.display()))
+        .spawn()
+        .unwrap();
+    let looks = (0..100).any(|_| {
+        std::thread::sleep(Duration::from_millis(100));
+        socket.exists()
+    });
+    assert!(looks);
+    let found = discovered(&lyon, qemu.id());
+    assert_eq!(found["name"], "by-hand", "{found}");
+    assert_eq!(found["owner"], "other");
+    assert_eq!(found["sockets"][0]["state"], "free", "{found}");
+    let obstacles = found["obstacles"].as_array().unwrap();
+    assert_eq!(found["attachable"], obstacles.is_empty(), "{found}");
+
+    let client = UnixStream::connect(&socket).unwrap();
+    let busy = discovered(&lyon, qemu.id());
+    assert_eq!(busy["sockets"][0]["state"], "busy", "{busy}");
+    assert_eq!(busy["attachable"], Value::Null);
+    drop(client);
+    qemu.kill().unwrap();
+    qemu.wait().unwrap();
 }

@@ -38,8 +38,8 @@
 //! A guest with files that do not move with it (shared disks, firmware, kernels) is queried by
 //! `QueryFiles` and offered by `OfferFiles`: each file is proved to be the same at both hosts.
 //!
-//! A guest with cards on special ports of bridges (VLANs, MTU, flags) is queried by `QueryPorts` and
-//! offered by `OfferPorts`, with or without such files.
+//! A guest with cards on special ports of bridges (VLANs, MTU, flags) is queried by `QueryPorts`
+//! and offered by `OfferPorts`, with or without such files.
 //!
 //! `Cancel` and `Aborted` may be sent at any time that the handover permits. After a lost
 //! connection the source opens a new channel with `Resume`, or with `Ask` to learn only the outcome

@@ -1,7 +1,7 @@
 //! What a host's network does to the port of a guest's card on a bridge: VLANs, the MTU and flags.
 //!
-//! It is read at the source when the guest moves. In JSON and TOML it is a part of the card. Between
-//! agents it travels beside the description, so that older agents can read the description.
+//! It is read at the source when the guest moves. In JSON and TOML it is a part of the card.
+//! Between agents it travels beside the description, so that older agents can read that.
 
 use crate::guest::GuestDescription;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};

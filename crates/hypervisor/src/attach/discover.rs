@@ -22,7 +22,7 @@ const QEMUS_MAX: usize = 1024;
 /// The time limit for a control socket to greet.
 const GREETING_WITHIN: Duration = Duration::from_millis(500);
 /// The time limit for all questions to one QEMU.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+const ANSWERS_WITHIN: Duration = Duration::from_secs(5);
 /// The longest name of a QEMU's guest that is shown, in characters.
 const NAME_CHARS_MAX: usize = 64;
 
@@ -252,7 +252,7 @@ fn seen_from_here(pid: i32, path: &str) -> PathBuf {
     }
 }
 
-/// Returns the state of a socket, from the kernel's list of unix sockets: the sockets of its clients
+/// Returns the state of a socket, from the kernel's list of unix sockets. Those of its clients
 /// have its path as well.
 fn state(pid: i32, path: &str) -> SocketState {
     if fs::metadata(seen_from_here(pid, path)).is_err() {

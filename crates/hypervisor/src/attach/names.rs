@@ -357,3 +357,58 @@ fn master(interface: &str) -> Option<String> {
 fn refuse(text: String, hint: String) -> Blocker {
     Blocker { text, hint }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chosen(networks: &str, pvid: Option<u16>) -> Result<String, Blocker> {
+        let config: HostConfig =
+            toml::from_str(&format!("[qemu.emulators]\n[networks]\n{networks}")).unwrap();
+        let pvids = pvid.map(|pvid| ("tap7".to_owned(), pvid));
+        let names = Names {
+            config: &config,
+            pid: std::process::id().cast_signed(),
+            pvids: pvids.into_iter().collect(),
+        };
+        let netdev = Words::read("bridge,id=n,br=br0", "type");
+        names.network("nic0", Some(&netdev), "index=0,type=bridge,ifname=tap7")
+    }
+
+    #[test]
+    fn a_card_is_on_the_network_of_its_vlan() {
+        let two = "office = { bridge = \"br0\", vlan = 10 }\n\
+                   dmz = { bridge = \"br0\", vlan = 20 }\n";
+        assert_eq!(chosen(two, Some(20)).unwrap(), "dmz");
+        assert_eq!(chosen(two, Some(10)).unwrap(), "office");
+        let other = chosen(two, Some(30)).unwrap_err();
+        assert!(other.text.contains("in VLAN 30 of bridge br0"), "{other:?}");
+        assert!(other.hint.contains("vlan = 30"), "{other:?}");
+        let any = format!("{two}plain = {{ bridge = \"br0\" }}\n");
+        assert_eq!(chosen(&any, Some(30)).unwrap(), "plain");
+        assert_eq!(chosen(&any, None).unwrap(), "plain");
+        let none = chosen("lab = \"none\"\n", Some(10)).unwrap_err();
+        assert!(none.text.contains("on bridge br0"), "{none:?}");
+    }
+
+    #[test]
+    fn what_is_no_port_of_a_linux_bridge_is_named() {
+        let config: HostConfig = toml::from_str("[qemu.emulators]\n").unwrap();
+        let names = Names {
+            config: &config,
+            pid: std::process::id().cast_signed(),
+            pvids: BTreeMap::new(),
+        };
+        let refusal = names.no_port("nic0", Some("vnet3"), true);
+        assert!(
+            refusal.text.contains("vnet3 is a port of Open vSwitch"),
+            "{refusal:?}"
+        );
+        assert!(refusal.hint.contains("veth pair"), "{refusal:?}");
+        let refusal = names.no_port("nic0", Some("tap7"), false);
+        assert!(
+            refusal.text.contains("tap7 is no port of a bridge"),
+            "{refusal:?}"
+        );
+    }
+}

@@ -1,5 +1,5 @@
-//! Finds what QEMU was told about a guest's disks while it runs and what a move loses: dirty bitmaps
-//! that no image holds, and limits on I/O. Exports of its disks prevent a move.
+//! Finds what QEMU was told about a guest's disks while it runs and what a move loses: dirty
+//! bitmaps that no image holds, and limits on I/O. Exports of its disks prevent a move.
 
 use super::graph::Graph;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};

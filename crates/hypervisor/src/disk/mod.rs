@@ -110,8 +110,8 @@ pub enum InsertError {
     InDoubt(QmpError),
     /// The guest was stopped for the change, and may not run again.
     #[error(
-        "{0}; the guest was stopped for a moment and may still be: `longhaul guests resume` lets it \
-         run again"
+        "{0}; the guest was stopped for a moment and may still be: `longhaul guests resume` lets \
+         it run again"
     )]
     Stopped(QmpError),
 }
@@ -146,8 +146,8 @@ pub enum RemoveError {
     InDoubt(QmpError),
     /// The guest was stopped for the change, and may not run again.
     #[error(
-        "{0}; the guest was stopped for a moment and may still be: `longhaul guests resume` lets it \
-         run again"
+        "{0}; the guest was stopped for a moment and may still be: `longhaul guests resume` lets \
+         it run again"
     )]
     Stopped(QmpError),
 }

@@ -242,10 +242,10 @@ pub(crate) fn are_sound(hardware: &Hardware) -> bool {
     let filled = FW_CFG.options(settings);
     let filled = filled.iter().all(|option| option.len() == 2);
     let sizes = RAM.options(settings);
-    let sizes = sizes.iter().flatten().filter(|(key, _)| *key == "size");
+    let mut sizes = sizes.iter().flatten().filter(|(key, _)| *key == "size");
     let bytes_max = MEMORY_MIB_MAX << 20;
-    let sized = sizes.fold(Some(0_u64), |sum, (_, size)| {
-        let sum = sum?.checked_add(size.parse().ok()?)?;
+    let sized = sizes.try_fold(0_u64, |sum, (_, size)| {
+        let sum = sum.checked_add(size.parse().ok()?)?;
         (sum <= bytes_max).then_some(sum)
     });
     FAMILIES.iter().all(few)

@@ -1,5 +1,5 @@
-//! The ports of a guest's cards on this host's bridges as a companion: they must be able to have the
-//! VLANs that the cards had, or that the configuration names.
+//! The ports of a guest's cards on this host's bridges as a companion: they must be able to have
+//! the VLANs that the cards had, or that the configuration names.
 
 use crate::destination::companion::{About, Companion, Offered, Step};
 use longhaul_hypervisor::bridge_port::{filters_vlans, mtu_of};

@@ -13,6 +13,9 @@ use longhaul_protocol::message::{Check, Verdict};
 use longhaul_protocol::wire::VERSION_OF_IMAGES;
 use longhaul_storage::same_file::{Which, locks};
 use longhaul_transport::TrustedHost;
+use nix::sys::statfs::{
+    BTRFS_SUPER_MAGIC, EXT4_SUPER_MAGIC, FsType, TMPFS_MAGIC, XFS_SUPER_MAGIC, fstatfs,
+};
 use std::fs::{self, File, Metadata};
 use std::io;
 use std::path::PathBuf;
@@ -45,7 +48,8 @@ struct Found {
 enum Outcome {
     Locks,
     Content([u8; 32]),
-    Believed,
+    /// By the configuration, and the local file system that the file is on here, if it is on one.
+    Believed(Option<&'static str>),
     Wanted,
     Refused(String, String),
 }
@@ -186,8 +190,8 @@ impl Question<'_> {
         })
     }
 
-    /// Adds the result for a read-only image that this host lacks, or that just arrives with another
-    /// guest. Returns false for other files.
+    /// Adds the result for a read-only image that this host lacks, or that just arrives with
+    /// another guest. Returns false for other files.
     fn comes_or_arrives(
         &self,
         context: &Context,
@@ -459,11 +463,14 @@ impl Question<'_> {
                 let text = format!("{staying}: equal content (BLAKE3 {}...)", short(&digest));
                 check(Verdict::Fine, text, None)
             }
-            Outcome::Believed => {
+            Outcome::Believed(local) => {
                 let Self { here, peer, .. } = self;
+                let local = local.map_or(String::new(), |kind| {
+                    format!(", and on {here} it is on a local file system ({kind})")
+                });
                 let text = format!(
                     "{staying}: believed to be one file on both hosts, since the configuration of \
-                     {here} says so; nothing proves it"
+                     {here} says so; nothing proves it{local}"
                 );
                 let hint = format!(
                     "if it is not the file that {peer} has, the guest loses its data: then take \
@@ -537,7 +544,7 @@ impl Outcome {
     /// Returns whether both hosts have the same file, as far as that can be proved or is
     /// configured.
     fn is_same(&self) -> bool {
-        matches!(self, Self::Locks | Self::Content(_) | Self::Believed)
+        matches!(self, Self::Locks | Self::Content(_) | Self::Believed(_))
     }
 }
 
@@ -603,7 +610,10 @@ fn look(
         None => Seen::Nothing(closed.map_or(Why::Unseen, Why::Closed)),
     };
     let seen = match seen {
-        Seen::Nothing(_) if word => Seen::Outcome(Outcome::Believed),
+        Seen::Nothing(_) if word => {
+            let local = opened.as_ref().filter(|_| about.is_file());
+            Seen::Outcome(Outcome::Believed(local.and_then(local_file_system)))
+        }
         seen => seen,
     };
     let found = Found {
@@ -614,6 +624,22 @@ fn look(
         by_content,
     };
     Ok((found, seen))
+}
+
+/// Returns the kind of a file's file system, if that is one of this host alone. No other host can
+/// see the file, except through a file system that this host shares.
+fn local_file_system(file: &File) -> Option<&'static str> {
+    const ZFS: FsType = FsType(0x2fc1_2fc1);
+    let kinds = [
+        (EXT4_SUPER_MAGIC, "ext4"),
+        (XFS_SUPER_MAGIC, "xfs"),
+        (BTRFS_SUPER_MAGIC, "btrfs"),
+        (TMPFS_MAGIC, "tmpfs"),
+        (ZFS, "zfs"),
+    ];
+    let kind = fstatfs(file).ok()?.filesystem_type();
+    let known = kinds.into_iter().find(|(known, _)| *known == kind);
+    known.map(|(_, name)| name)
 }
 
 fn seen_by_locks(claim: &FileClaim, file: &File) -> Result<(), Why> {
@@ -699,5 +725,38 @@ mod tests {
         assert!(refused(&[], &[]).is_none(), "local on both");
         let known = [(FileKind::Image, "vars".to_owned())];
         assert!(refused(&known, &[claim]).is_none(), "shared on both");
+    }
+
+    #[test]
+    fn a_source_brings_only_read_only_images_that_are_not_shared() {
+        let guest: GuestDescription = toml::from_str(
+            "name = \"web-7\"\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\n\
+             memory_mib = 64\ndisks = [\
+             { name = \"vda\", image = \"own\" }, \
+             { name = \"cd0\", image = \"seed\", read_only = true }, \
+             { name = \"cd1\", image = \"iso\", read_only = true, shared = true }]\n",
+        )
+        .unwrap();
+        let brought = |brings: Bringing<'_>| {
+            ["own", "seed", "iso", "other"].map(|image| brings.brings(&guest, image))
+        };
+        assert_eq!(brought(Bringing::by(2)), [false; 4]);
+        assert_eq!(brought(Bringing::by(3)), [false, true, false, false]);
+        let offered = |name: &str| OfferedDisk {
+            region: longhaul_protocol::RegionId(1),
+            name: name.to_owned(),
+            image_bytes: 4096,
+            allocated_bytes: 4096,
+            format: longhaul_protocol::disk::DiskFormat::Raw,
+            pulled: longhaul_protocol::disk::Pulled::Nothing,
+            base: None,
+        };
+        let own = [offered("vda"), offered("cd1")];
+        assert_eq!(brought(Bringing::Offered(&own)), [false; 4]);
+        let seed = [offered("cd0")];
+        assert_eq!(
+            brought(Bringing::Offered(&seed)),
+            [false, true, false, false]
+        );
     }
 }

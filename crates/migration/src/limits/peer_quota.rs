@@ -296,7 +296,7 @@ fn own_vlans(
     };
     let (Excess { here, peer }, network) = (excess, &nic.network);
     let text = format!(
-        "{here} lets guests of {peer} use only some networks, and card {} asks for VLANs of its own",
+        "{here} lets guests of {peer} use only some networks, and card {} asks for VLANs itself",
         nic.mac
     );
     let hint = format!("write vlan = ... for {network} under [networks] in {here}'s agent.toml");

@@ -8,8 +8,8 @@ use longhaul_hypervisor::observe;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::guest::GuestDescription;
 
-const PORTS: &str = "VLANs, MTU and flags of the guest's TAP devices have to move along: `ip link` and \
-                     `bridge vlan show` (iproute2) must show them to the agent";
+const PORTS: &str = "VLANs, MTU and flags of the guest's TAP devices have to move along: \
+                     `bridge vlan show` (iproute2) and /sys/class/net must show them to the agent";
 /// The model of the device that tells a guest whether it was cloned.
 const GENERATION_ID: &str = "vmgenid";
 

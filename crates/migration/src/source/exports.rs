@@ -36,8 +36,8 @@ impl Fronts {
         &self.below
     }
 
-    /// Inserts exports below the disks that a guest writes, and begins write reporting. After an error,
-    /// [`take_out`](crate::disks::exports::take_out) has to be called.
+    /// Inserts exports below the disks that a guest writes, and begins write reporting. After an
+    /// error, [`take_out`](crate::disks::exports::take_out) has to be called.
     pub(crate) async fn put_in(
         state: &Path,
         qemu: &SourceQemu,
