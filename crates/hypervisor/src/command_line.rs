@@ -477,6 +477,20 @@ mod tests {
     }
 
     #[test]
+    fn only_a_raw_disk_has_another_size_than_its_volume() {
+        let mut description = sample();
+        description.disks[0].name = "sized".to_owned();
+        let mut config = config();
+        for (format, sizes) in [(ImageFormat::Raw, 1), (ImageFormat::Qcow2, 0)] {
+            for image in config.images.values_mut() {
+                image.format = format;
+            }
+            let line = line(&description, &config, true);
+            assert_eq!(line.matches("\"size\":12288").count(), sizes, "{line}");
+        }
+    }
+
+    #[test]
     fn a_full_description_becomes_a_fixed_line() {
         let expected = "-nodefaults -no-user-config -display none \
             -name guest=web-7,debug-threads=on \

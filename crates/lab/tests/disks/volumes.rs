@@ -157,7 +157,7 @@ fn there_and_back(version: &str) {
     };
     let volumes = volumes_of(&stage, 1);
     // Former content, behind the places that show that something is on the volume.
-    volumes[0].write(5 * MIB + 8192, &[7; 4096]);
+    volumes[0].write(5 * MIB + 24_576, &[7; 4096]);
     volumes[0].write(DISK_BYTES + MIB, &[8; 4096]);
     let plan = stage.plan(0);
     let text = plan.to_string();
@@ -232,8 +232,9 @@ fn a_volume_with_something_on_it_or_in_use_is_not_written_to() {
     assert!(volume.read(0, DISK_BYTES as usize) == before);
     volume.write(0, &vec![0; DISK_BYTES as usize]);
     let user = volume.open();
-    let mut holds = Command::new("sleep");
-    let mut holds = holds.arg("600").stdin(user).spawn().unwrap();
+    // The command, which has the file too, is gone after this.
+    let holds = Command::new("sleep").arg("600").stdin(user).spawn();
+    let mut holds = holds.unwrap();
     stage.refuses("has something that uses the volume");
     holds.kill().unwrap();
     holds.wait().unwrap();
@@ -249,16 +250,10 @@ fn a_volume_with_something_on_it_or_in_use_is_not_written_to() {
     stage.nothing_is_left(0);
     stage.nothing_is_left(1);
     assert_eq!(stage.volumes(1), ["aborted"]);
-    assert!(volume.allocated() > 0);
-    let mut foreign = stage.state(1);
-    foreign.push("volumes");
-    let note = fs::read_dir(&foreign).unwrap().next().unwrap().unwrap();
-    let text = fs::read_to_string(note.path()).unwrap();
-    let other = text.replace(&format!("\"{GUEST}\""), "\"another\"");
-    assert_ne!(text, other);
-    fs::write(note.path(), &other).unwrap();
+    let before = volume.read(0, 4096);
+    volume.write(0, &[9; 4096]);
     stage.refuses("does not write over");
-    fs::write(note.path(), &text).unwrap();
+    volume.write(0, &before);
 
     stage.moves_here(0, "mirror");
     assert_eq!(stage.volumes(1), ["here"]);

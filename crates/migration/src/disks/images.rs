@@ -84,11 +84,9 @@ impl Place {
     pub(crate) fn export_size(&self) -> ExportSize {
         match &self.room {
             Room::File(path) => exports::shown(grows(&self.offered), path).0,
-            // QEMU may use all of it for a qcow2 image.
-            Room::Volume(room) if grows(&self.offered) => {
-                ExportSize::Bytes(room.volume.size_bytes())
-            }
-            Room::Volume(_) => ExportSize::Bytes(self.offered.image_bytes),
+            // QEMU may use all of it for a qcow2 image. A raw disk that is smaller has its size in
+            // the format node above.
+            Room::Volume(room) => ExportSize::Bytes(room.volume.size_bytes()),
         }
     }
 

@@ -11,6 +11,7 @@ use crate::disks::export_notes::{ACCEPT, CONTENT, beside, forget};
 use crate::disks::exports::{self, LeftDisk, Noted};
 use crate::host::atomic_file;
 use longhaul_protocol::MigrationId;
+use longhaul_storage::disk::qcow2::end_bytes;
 use longhaul_storage::disk::{ContentDigests, Disk as _, ImageIdentity, RawDisk, is_volume};
 use serde::{Deserialize, Serialize};
 use std::fmt::Display;
@@ -52,6 +53,9 @@ impl LeftImage {
         };
         if !fits {
             return Err(self.other(&"it has another length"));
+        }
+        if self.left.grows && is_volume(&self.image) {
+            disk.ends_at(end_bytes(&disk).map_err(|why| self.other(&why))?);
         }
         let accept = self.file(ACCEPT);
         if accept.exists() {
