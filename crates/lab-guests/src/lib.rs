@@ -63,7 +63,10 @@ pub fn command(options: &Options) -> Result<ExitCode, LabError> {
         print(&format!("{}\n", report::heading()))?;
     }
     let rows = run(&lines, options.hide_managers, jobs, |row| match json {
-        true => Ok(say(&row.text())),
+        true => {
+            say(&row.text());
+            Ok(())
+        }
         false => print(&format!("{}\n", row.text())),
     })?;
     let summary = Summary::of(&rows);

@@ -436,22 +436,26 @@ fn place(model: &Model, seen: &Seen) -> Option<String> {
     }
 }
 
+const UNPLUG: &str = "unplug it before moving, and plug it in again afterwards";
+
+/// Models that cannot be made elsewhere, by the beginning of their names: the reason, and what to do.
+pub(super) const KEPT_HERE: [(&str, &str, &str); 3] = [
+    (
+        "tpm-",
+        "the state of a TPM is kept outside QEMU, on this host",
+        RESTART,
+    ),
+    ("usb-host", "it is a piece of this host's hardware", UNPLUG),
+    (
+        "nvme",
+        "QEMU cannot move its state",
+        "use virtio-blk-pci or virtio-scsi-pci",
+    ),
+];
+
 /// Returns why a device of a model outside the tables cannot be moved, and what to do.
 fn unknown_model(kind: &str) -> (&'static str, &'static str) {
-    const UNPLUG: &str = "unplug it before moving, and plug it in again afterwards";
-    for (prefix, why, hint) in [
-        (
-            "tpm-",
-            "the state of a TPM is kept outside QEMU, on this host",
-            RESTART,
-        ),
-        ("usb-host", "it is a piece of this host's hardware", UNPLUG),
-        (
-            "nvme",
-            "QEMU cannot move its state",
-            "use virtio-blk-pci or virtio-scsi-pci",
-        ),
-    ] {
+    for (prefix, why, hint) in KEPT_HERE {
         if kind.starts_with(prefix) {
             return (why, hint);
         }

@@ -22,6 +22,8 @@ mod names;
 mod options;
 mod properties;
 mod readconfig;
+#[cfg(test)]
+mod reference_tests;
 mod words;
 
 use crate::bridge_port;

@@ -371,8 +371,7 @@ mod tests {
             pid: std::process::id().cast_signed(),
             pvids: pvids.into_iter().collect(),
         };
-        let netdev = Words::read("bridge,id=n,br=br0", "type");
-        names.network("nic0", Some(&netdev), "index=0,type=bridge,ifname=tap7")
+        names.bridged("nic0", Some("br0"), Some("tap7"))
     }
 
     #[test]

@@ -58,7 +58,7 @@ const NOT_YET: &str = "this is not supported for guests that something else star
 const WITHOUT: &str = "start the guest without it";
 
 /// Every known option, whether a word follows it, and its meaning.
-const OPTIONS: &[(&str, bool, Meaning)] = &[
+pub(super) const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("D", true, Local),
     ("L", true, Local),
     ("S", false, Local),

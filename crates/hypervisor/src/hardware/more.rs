@@ -178,7 +178,7 @@ pub(crate) const LIMITS: [&str; 19] = [
     "iops_wr_max_length",
 ];
 
-const SETTINGS: &[(&str, Kind)] = &[
+pub(super) const SETTINGS: &[(&str, Kind)] = &[
     (
         "audio.model",
         OneOf(&[

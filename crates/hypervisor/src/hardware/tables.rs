@@ -518,6 +518,12 @@ impl Model {
         all.map(|(name, _)| *name)
     }
 
+    /// Returns its names.
+    #[cfg(test)]
+    pub(crate) fn names(&self) -> &'static [&'static str] {
+        self.names
+    }
+
     /// Returns the values that one of its properties takes.
     pub(crate) fn property(&self, name: &str) -> Option<Kind> {
         look_up(self.properties.iter().copied().flatten(), name)
@@ -528,6 +534,19 @@ impl Model {
 pub(crate) fn models_of_guests() -> impl Iterator<Item = &'static str> {
     let models = MODELS.iter().chain(more::MODELS);
     models.flat_map(|model| model.names.iter().copied())
+}
+
+/// Returns all models.
+#[cfg(test)]
+pub(crate) fn models() -> impl Iterator<Item = &'static Model> {
+    MODELS.iter().chain(more::MODELS)
+}
+
+/// Returns the names of the settings of a machine that have fixed names.
+#[cfg(test)]
+pub(crate) fn settings() -> impl Iterator<Item = &'static str> {
+    let settings = SETTINGS.iter().chain(more::SETTINGS);
+    settings.map(|(name, _)| *name)
 }
 
 /// Returns the values that a setting takes.

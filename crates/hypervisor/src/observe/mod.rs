@@ -433,42 +433,47 @@ fn blockers_of(
     found
 }
 
+const DETACH: &str = "detach it from the guest before moving, and attach it again afterwards";
+const REPLACE: &str = "give the guest a disk or network card that QEMU serves itself";
+const UNMOUNT: &str = "unmount the folder in the guest and detach the device before moving";
+
+/// Kinds of devices whose state is tied to a host, by the beginning of their names: that state, and
+/// what to do.
+pub(crate) const IMMOVABLE: [(&str, &str, &str); 11] = [
+    ("vfio-", "it is a piece of this host's hardware", DETACH),
+    (
+        "virtio-mem",
+        "memory that is plugged in and out is not supported",
+        DETACH,
+    ),
+    ("virtio-pmem", "its content is a file of this host", DETACH),
+    ("nvdimm", "its content is a file of this host", DETACH),
+    (
+        "ivshmem",
+        "it is memory shared with other programs of this host",
+        DETACH,
+    ),
+    ("virtio-9p", "it is a folder of this host", UNMOUNT),
+    ("vhost-user-fs", "it is a folder of this host", UNMOUNT),
+    (
+        "vhost-user-",
+        "another process of this host serves it",
+        REPLACE,
+    ),
+    ("vhost-vsock", "its connections end in this host", DETACH),
+    ("vhost-scsi", "this host's kernel serves it", REPLACE),
+    (
+        "vhost-vdpa",
+        "it is a piece of this host's hardware",
+        DETACH,
+    ),
+];
+
 /// Returns, for kinds of devices whose state is tied to a host, that state, and what to do.
 fn immovable(kind: &str) -> Option<(&'static str, &'static str)> {
-    const DETACH: &str = "detach it from the guest before moving, and attach it again afterwards";
-    const REPLACE: &str = "give the guest a disk or network card that QEMU serves itself";
-    const UNMOUNT: &str = "unmount the folder in the guest and detach the device before moving";
-    [
-        ("vfio-", "it is a piece of this host's hardware", DETACH),
-        (
-            "virtio-mem",
-            "memory that is plugged in and out is not supported",
-            DETACH,
-        ),
-        ("virtio-pmem", "its content is a file of this host", DETACH),
-        ("nvdimm", "its content is a file of this host", DETACH),
-        (
-            "ivshmem",
-            "it is memory shared with other programs of this host",
-            DETACH,
-        ),
-        ("virtio-9p", "it is a folder of this host", UNMOUNT),
-        ("vhost-user-fs", "it is a folder of this host", UNMOUNT),
-        (
-            "vhost-user-",
-            "another process of this host serves it",
-            REPLACE,
-        ),
-        ("vhost-vsock", "its connections end in this host", DETACH),
-        ("vhost-scsi", "this host's kernel serves it", REPLACE),
-        (
-            "vhost-vdpa",
-            "it is a piece of this host's hardware",
-            DETACH,
-        ),
-    ]
-    .into_iter()
-    .find_map(|(prefix, what, hint)| kind.starts_with(prefix).then_some((what, hint)))
+    IMMOVABLE
+        .into_iter()
+        .find_map(|(prefix, what, hint)| kind.starts_with(prefix).then_some((what, hint)))
 }
 
 async fn ask(qmp: &Qmp, command: &str, arguments: Value) -> Result<Value, QmpError> {
