@@ -302,7 +302,7 @@ pub async fn learn(
         what: "looking at its process",
         source,
     })?;
-    let found = found::look(qmp, process.as_ref()).await?;
+    let found = found::look(qmp, process.as_ref(), &line.devices).await?;
     let (description, refusals) = describe::describe(name, line, &found, &names);
     Ok(Learned {
         description,
