@@ -234,7 +234,7 @@ fn configuration(host: &Host) -> Result<toml::Table, LabError> {
         what: path.display().to_string(),
         message: error.to_string(),
     })?;
-    table.retain(|key, _| ["name", "state", "listen", "api"].contains(key));
+    table.retain(|key, _| ["name", "state", "listen", "api"].contains(&key));
     Ok(table)
 }
 

@@ -1,6 +1,6 @@
 //! Derives a guest's description from its command line and the answers of its QEMU.
 
-use super::found::{Found, Inserted, Medium, Origin, Seen};
+use super::found::{Found, Inserted, Medium, Origin, Seen, made};
 use super::names::Names;
 use super::options::{CommandLine, shown};
 use super::words::Words;
@@ -388,12 +388,7 @@ fn ordered<'a>(found: &'a [Seen], line: &'a [Words]) -> Vec<(&'a Seen, Option<&'
         .filter(is_board)
         .map(|seen| (seen, None))
         .collect();
-    let mut unnamed = 0..;
-    for words in line {
-        let origin = match words.get("id") {
-            Some(id) => Origin::Named(id.to_owned()),
-            None => Origin::Unnamed(unnamed.next().unwrap_or_default()),
-        };
+    for (origin, words) in made(line) {
         // QEMU has further names for some models: `ahci` for ich9-ahci, `virtio-net`.
         let driver = words.get("driver").unwrap_or_default();
         let is_it = |seen: &&Seen| seen.kind.contains(driver) || driver.contains(&seen.kind);

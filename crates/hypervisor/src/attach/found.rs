@@ -3,7 +3,9 @@
 use super::cards::Wires;
 use super::limits::{self, Limits};
 use super::memory::{self, Memory};
-use crate::hardware::tables::Model;
+use super::properties;
+use super::words::Words;
+use crate::hardware::tables::{Bus, Model, Serves};
 use crate::observe::{Blocker, at_once, children, examine, is_made_elsewhere, list, property};
 use crate::process::ProcessId;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
@@ -100,13 +102,12 @@ pub(super) struct Inserted {
     pub(super) limited: bool,
 }
 
-/// Properties that give a device's place, and what it is connected to.
-const PLACES: [&str; 10] = [
-    "addr", "channel", "drive", "lun", "mac", "netdev", "nr", "port", "scsi-id", "unit",
-];
-
 /// Queries everything without changing anything.
-pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found, QmpError> {
+pub(super) async fn look(
+    qmp: &Qmp,
+    process: Option<&ProcessId>,
+    line: &[Words],
+) -> Result<Found, QmpError> {
     let (objects, limits) = tokio::try_join!(memory::look(qmp), limits::look(qmp))?;
     let (examined, cpus, memory, uuid, named, unnamed, onboard, media, networks, usernet) = tokio::try_join!(
         examine(qmp, process),
@@ -140,7 +141,7 @@ pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found
         let path = format!("/machine/peripheral/{name}");
         (Origin::Named(name), path, kind)
     });
-    let mut devices = devices(qmp, board.chain(unnamed).chain(named).collect()).await?;
+    let mut devices = devices(qmp, line, board.chain(unnamed).chain(named).collect()).await?;
     devices.sort_by(|one, other| one.origin.cmp(&other.origin));
     Ok(Found {
         machine,
@@ -163,21 +164,55 @@ pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found
     })
 }
 
-/// Returns the properties of devices.
-async fn devices(qmp: &Qmp, found: Vec<(Origin, String, String)>) -> Result<Vec<Seen>, QmpError> {
-    let kinds: BTreeSet<String> = found.iter().map(|(_, _, kind)| kind.clone()).collect();
-    let kinds: Vec<String> = kinds.into_iter().collect();
+/// Returns the words of devices, with the origin of the device that each made.
+pub(super) fn made(line: &[Words]) -> impl Iterator<Item = (Origin, &Words)> {
+    let mut unnamed = 0;
+    line.iter().map(move |words| match words.get("id") {
+        Some(id) => (Origin::Named(id.to_owned()), words),
+        None => {
+            unnamed += 1;
+            (Origin::Unnamed(unnamed - 1), words)
+        }
+    })
+}
+
+/// Returns the properties of devices. A QEMU under load takes long for each question, so these are
+/// few where the words of a device say what was set.
+async fn devices(
+    qmp: &Qmp,
+    line: &[Words],
+    found: Vec<(Origin, String, String)>,
+) -> Result<Vec<Seen>, QmpError> {
+    let made: BTreeMap<Origin, &Words> = made(line).collect();
+    let is_told = |origin: &Origin| made.contains_key(origin);
+    let kinds: BTreeSet<&String> = found
+        .iter()
+        .filter(|(origin, _, kind)| !is_told(origin) && Model::of(kind).is_some())
+        .map(|(_, _, kind)| kind)
+        .collect();
     let questions = kinds.iter().map(|kind| defaults(qmp, kind).boxed());
     let defaults = at_once(questions.collect()).await?;
-    let defaults: BTreeMap<&String, BTreeMap<String, Value>> = kinds.iter().zip(defaults).collect();
-    let questions = found.iter().map(|(_, path, _)| names(qmp, path).boxed());
-    let names = at_once(questions.collect()).await?;
+    let defaults: BTreeMap<&String, BTreeMap<String, Value>> =
+        kinds.iter().copied().zip(defaults).collect();
     let mut questions = Vec::new();
-    for ((_, path, kind), names) in found.iter().zip(&names) {
-        let known = Model::of(kind).into_iter().flat_map(Model::properties);
-        let wanted: BTreeSet<&str> = known.chain(PLACES).chain(["parent_bus"]).collect();
-        let wanted = wanted.into_iter().filter(|name| names.contains(*name));
-        questions.extend(wanted.map(|name| {
+    for (origin, path, kind) in &found {
+        let Some(model) = Model::of(kind) else {
+            continue;
+        };
+        let own: Vec<&'static str> = match made.contains_key(origin) {
+            true => properties::CHOSEN.to_vec(),
+            false => model.properties().collect(),
+        };
+        let set = made.get(origin).into_iter().flat_map(|words| words.iter());
+        let mut wanted: BTreeSet<&str> = set.map(|(name, _)| name).collect();
+        for name in own {
+            wanted.insert(name);
+        }
+        wanted.retain(|name| model.property(name).is_some());
+        for name in places(model) {
+            wanted.insert(name);
+        }
+        questions.extend(wanted.into_iter().map(|name| {
             let ask = async move { Ok((path, name, property(qmp, path, name).await?)) };
             ask.boxed()
         }));
@@ -190,7 +225,6 @@ async fn devices(qmp: &Qmp, found: Vec<(Origin, String, String)>) -> Result<Vec<
             .collect();
         let bus = values.remove("parent_bus");
         let bus = bus.as_ref().and_then(Value::as_str);
-        let model = Model::of(kind);
         let is_changed = |name: &str| {
             let value = values.get(name)?;
             let same = match defaults.get(kind).and_then(|defaults| defaults.get(name)) {
@@ -199,7 +233,8 @@ async fn devices(qmp: &Qmp, found: Vec<(Origin, String, String)>) -> Result<Vec<
             };
             (!same).then(|| name.to_owned())
         };
-        let known = model.into_iter().flat_map(Model::properties);
+        let known = Model::of(kind).filter(|_| !is_told(origin));
+        let known = known.into_iter().flat_map(Model::properties);
         Seen {
             origin: origin.clone(),
             path: path.clone(),
@@ -212,17 +247,22 @@ async fn devices(qmp: &Qmp, found: Vec<(Origin, String, String)>) -> Result<Vec<
     Ok(found.iter().map(seen).collect())
 }
 
-/// Returns the names of an object's properties.
-async fn names(qmp: &Qmp, path: &str) -> Result<BTreeSet<String>, QmpError> {
-    let asked = qmp.execute("qom-list", json!({"path": path}), COMMAND_TIMEOUT);
-    let answer = match asked.await {
-        // It was unplugged meanwhile.
-        Err(QmpError::Refused { .. }) => return Ok(BTreeSet::new()),
-        answer => answer?,
+/// Returns the properties that give a device's place, and what it is connected to.
+fn places(model: &Model) -> impl Iterator<Item = &'static str> + use<> {
+    let place: &[&str] = match model.bus {
+        Bus::Pci => &["addr"],
+        Bus::Usb => &["port"],
+        Bus::Ports => &["nr", "name"],
+        Bus::Ide => &["unit"],
+        Bus::Scsi => &["channel", "lun", "scsi-id"],
+        Bus::Board => &[],
     };
-    let names = list(&answer, "qom-list")?;
-    let names = names.iter().filter_map(|it| it["name"].as_str());
-    Ok(names.map(str::to_owned).collect())
+    let connected: &[&str] = match model.serves {
+        Serves::Nic => &["mac", "netdev"],
+        _ => &[],
+    };
+    let all = place.iter().chain(connected).chain(&["parent_bus"]);
+    all.copied()
 }
 
 /// Returns the values of a model's properties by default, of those that have one.

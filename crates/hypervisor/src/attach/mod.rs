@@ -316,7 +316,7 @@ pub async fn learn(
         what: "looking at its process",
         source,
     })?;
-    let found = found::look(qmp, process.as_ref()).await?;
+    let found = found::look(qmp, process.as_ref(), &line.devices).await?;
     names.pvids = bridge_port::pvids(&found.networks).await;
     let (description, mut refusals) = describe::describe(name, line, &found, &names);
     let local = description.disks.iter().filter(|disk| disk.is_local());

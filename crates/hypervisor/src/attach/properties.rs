@@ -30,7 +30,7 @@ const LOCAL: [&str; 19] = [
 ];
 /// Properties that a guest sees and that QEMU may choose: by the order of controllers, by the name
 /// of a drive, by an image's content, at random.
-const CHOSEN: [&str; 6] = ["cyls", "device_id", "guid", "heads", "secs", "serial"];
+pub(super) const CHOSEN: [&str; 6] = ["cyls", "device_id", "guid", "heads", "secs", "serial"];
 /// Values of properties that follow from the machine's type where nobody sets them.
 const DERIVED: [&str; 4] = ["product", "romfile", "vendor", "ver"];
 

@@ -180,7 +180,7 @@ pub(crate) async fn copied(
 }
 
 /// Equal machines are also loaded by QEMU, with its own migration.
-async fn loads(from: &Qmp, to: &Qmp, socket: &Path) -> Result<(), String> {
+pub(crate) async fn loads(from: &Qmp, to: &Qmp, socket: &Path) -> Result<(), String> {
     let late = json!({"capabilities": [{"capability": "late-block-activate", "state": true}]});
     let target = json!({"uri": format!("unix:{}", socket.display())});
     for (qmp, command, arguments) in [
