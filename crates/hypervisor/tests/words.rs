@@ -86,6 +86,34 @@ async fn words_make_the_same_machine() {
     assert!(failed.is_empty(), "{}", failed.join("\n\n"));
 }
 
+/// RAM blocks of old machines have the paths of their objects, unless they are told otherwise.
+#[tokio::test]
+async fn blocks_of_old_machines_keep_their_names() {
+    for (label, emulator) in emulators() {
+        let help = Command::new(&emulator).args(["-machine", "help"]).output();
+        let help = String::from_utf8_lossy(&help.unwrap().stdout).into_owned();
+        for (machine, by) in [
+            ("pc-q35-3.1", None),
+            ("pc-q35-3.1", Some(("off", "\"memory.named-by\" = \"id\""))),
+            ("pc-q35-7.2", Some(("on", "\"memory.named-by\" = \"path\""))),
+        ] {
+            if !help.contains(machine) {
+                continue;
+            }
+            let named = by.map_or(String::new(), |(value, _)| {
+                format!(",x-use-canonical-path-for-ramblock-id={value}")
+            });
+            let line = format!(
+                "-machine {machine},memory-backend=own -m 64 -nodefaults -object \
+                 memory-backend-memfd,id=own,size=64M{named}"
+            );
+            let expected = by.map_or("memfd = true", |(_, expected)| expected);
+            let same = same_machine(&label, &emulator, &line, expected).await;
+            same.unwrap_or_else(|why| panic!("{label} {line}: {why}"));
+        }
+    }
+}
+
 /// Memory and vCPUs that were plugged in while the guest ran, and an object that nothing uses.
 #[tokio::test]
 async fn what_was_plugged_in_is_there_again() {

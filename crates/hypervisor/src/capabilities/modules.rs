@@ -50,7 +50,7 @@ impl Question<'_> {
                     self.host
                 ),
                 _ => format!(
-                    "install the module of QEMU that has {model} on {}",
+                    "install a QEMU that has {model} on {}, or the module that it is in",
                     self.host
                 ),
             };
