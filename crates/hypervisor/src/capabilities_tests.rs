@@ -340,8 +340,9 @@ fn video_memory_that_an_old_emulator_hides_is_refused() {
     use longhaul_protocol::hardware::{Hardware, Topology};
     use longhaul_protocol::machine::RamBlock;
     for (name, mib, version, expected) in [
-        ("0000:00:02.0/qxl.vram", 64, "7.2.22", 1),
-        ("0000:00:02.0/qxl.vram", 64, "8.0.0", 0),
+        ("0000:00:1e.0:01.0/qxl.vram", 64, "7.2.22", 1),
+        ("0000:00:1e.0:01.0/qxl.vram", 64, "8.0.0", 0),
+        ("0000:00:02.0/qxl.vram", 64, "7.2.22", 0),
         ("0000:00:02.0/vga.vram", 16, "7.2.22", 0),
         ("pc.ram", 64, "7.2.22", 0),
     ] {

@@ -12,6 +12,7 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use serde_json::{Value, json};
 use std::fs;
 use std::process::Command;
+use std::time::Duration;
 
 /// Lines, and what the description of each must contain.
 const LINES: [(&str, &str); 4] = [
@@ -37,9 +38,10 @@ const LINES: [(&str, &str); 4] = [
          ich9-usb-uhci1,masterbus=usb.0,firstport=0,multifunction=on -device \
          ich9-usb-uhci2,masterbus=usb.0,firstport=2 -device \
          ich9-usb-uhci3,masterbus=usb.0,firstport=4 -chardev null,id=r -device \
-         usb-redir,chardev=r,bus=usb.0,port=1,id=r1 -device usb-ccid,bus=usb.0,port=3 -device vmcoreinfo -debugcon null -device \
-         isa-applesmc,osk=x -global driver=cfi.pflash01,property=secure,value=off \
-         -global cfi.pflash01.secure=on -global ICH9-LPC.noreboot=off",
+         usb-redir,chardev=r,bus=usb.0,port=1,id=r1 -device usb-ccid,bus=usb.0,port=3 \
+         -device vmcoreinfo -debugcon null -device isa-applesmc,osk=x -global \
+         driver=cfi.pflash01,property=secure,value=off -global cfi.pflash01.secure=on \
+         -global ICH9-LPC.noreboot=off",
         "model = \"hda-micro\"",
     ),
     (
@@ -84,6 +86,34 @@ async fn words_make_the_same_machine() {
         }
     }
     assert!(failed.is_empty(), "{}", failed.join("\n\n"));
+}
+
+/// RAM blocks of old machines have the paths of their objects, unless they are told otherwise.
+#[tokio::test]
+async fn blocks_of_old_machines_keep_their_names() {
+    for (label, emulator) in emulators() {
+        let help = Command::new(&emulator).args(["-machine", "help"]).output();
+        let help = String::from_utf8_lossy(&help.unwrap().stdout).into_owned();
+        for (machine, by) in [
+            ("pc-q35-3.1", None),
+            ("pc-q35-3.1", Some(("off", "\"memory.named-by\" = \"id\""))),
+            ("pc-q35-7.2", Some(("on", "\"memory.named-by\" = \"path\""))),
+        ] {
+            if !help.contains(machine) {
+                continue;
+            }
+            let named = by.map_or(String::new(), |(value, _)| {
+                format!(",x-use-canonical-path-for-ramblock-id={value}")
+            });
+            let line = format!(
+                "-machine {machine},memory-backend=own -m 64 -nodefaults -object \
+                 memory-backend-memfd,id=own,size=64M{named}"
+            );
+            let expected = by.map_or("memfd = true", |(_, expected)| expected);
+            let same = same_machine(&label, &emulator, &line, expected).await;
+            same.unwrap_or_else(|why| panic!("{label} {line}: {why}"));
+        }
+    }
 }
 
 /// Memory and vCPUs that were plugged in while the guest ran, and an object that nothing uses.
@@ -150,6 +180,49 @@ async fn every_memory_object_is_reached() {
             let mut again = vec![0; BLOCK_SIZE];
             memory.read(index, &range, &mut again).unwrap();
             assert_eq!(again, content, "{label} {block}");
+        }
+    }
+}
+
+/// Large video memory is found where the guest has it, and in a QEMU that waits for a guest.
+#[tokio::test]
+async fn video_memory_is_reached() {
+    for (label, emulator) in emulators() {
+        let host = host();
+        for (machine, device) in [("q35", "VGA,vgamem_mb=64"), ("pc", "qxl-vga")] {
+            let help = Command::new(&emulator).args(["-spice", "help"]).output();
+            let help = String::from_utf8_lossy(&help.unwrap().stdout).into_owned();
+            if device.starts_with("qxl") && !help.contains("disable-ticketing") {
+                continue;
+            }
+            for waits in ["", " -S -incoming defer"] {
+                let line =
+                    format!("-machine {machine} -m 64 -nodefaults -device {device},id=v{waits}");
+                let script = Script::start(&host, &emulator, &line).await;
+                let qmp = script.connect().await.unwrap();
+                let before = qmp.hmp("info pci", COMMAND_TIMEOUT).await.unwrap();
+                let memory = loop {
+                    // Firmware gives the device its addresses.
+                    match GuestMemory::attach(&qmp, script.pid()).await {
+                        Ok(memory) => break memory,
+                        Err(error) if waits.is_empty() => {
+                            assert!(error.to_string().contains("vram"), "{label}: {error}");
+                            tokio::time::sleep(Duration::from_millis(50)).await;
+                        }
+                        Err(error) => panic!("{label} {line}: {error}"),
+                    }
+                };
+                let of = |name: &str| {
+                    let mut blocks = memory.blocks().iter();
+                    blocks.find(|block| block.name.ends_with(name)).cloned()
+                };
+                assert!(!of("vga.vram").unwrap().is_kept(), "{label} {line}");
+                assert!(of("qxl.vram").is_none_or(|block| !block.is_kept()));
+                if !waits.is_empty() {
+                    let after = qmp.hmp("info pci", COMMAND_TIMEOUT).await.unwrap();
+                    assert_eq!(after, before, "{label} {line}");
+                }
+            }
         }
     }
 }

@@ -42,8 +42,8 @@ fn words_of_the_machine_become_settings() {
             ],
         ),
         (
-            "-m 1G,slots=2,maxmem=4G",
-            &["memory.maxmem=4G", "memory.slots=2"],
+            "-m 1G,slots=2,maxmem=4096m",
+            &["memory.maxmem=4096m", "memory.slots=2"],
         ),
         ("-audio pa,model=HDA", &["audio.model=hda"]),
         ("-audio driver=none", &[]),

@@ -2,7 +2,7 @@
 
 use super::{Emulator, Question, size, version};
 use crate::hardware::tables;
-use crate::memory::KEPT_BLOCK_BYTES_MAX;
+use crate::memory::{KEPT_BLOCK_BYTES_MAX, is_findable};
 use longhaul_protocol::machine::RamBlock;
 use longhaul_protocol::message::Check;
 use std::collections::BTreeSet;
@@ -21,7 +21,7 @@ impl Question<'_> {
         let screen = screen.filter(|(_, name)| hardware.vga.as_deref() == Some(*name));
         let models = models.chain(screen.map(|(model, _)| *model));
         let large = |(name, block): &(&String, &RamBlock)| {
-            name.contains(':') && block.max_bytes > KEPT_BLOCK_BYTES_MAX
+            name.contains(':') && !is_findable(name) && block.max_bytes > KEPT_BLOCK_BYTES_MAX
         };
         let blocks = self.machine.map(|machine| machine.ram_blocks.iter());
         if version(&emulator.version) < LISTS_ADDRESSES.to_vec()
@@ -35,7 +35,7 @@ impl Question<'_> {
                 ),
                 format!(
                     "move it to a host with QEMU 8.0 or newer, or start it with at most {} of \
-                     video memory",
+                     video memory, or with its screen on the first PCI bus",
                     size(KEPT_BLOCK_BYTES_MAX)
                 ),
             ));
@@ -50,7 +50,7 @@ impl Question<'_> {
                     self.host
                 ),
                 _ => format!(
-                    "install the module of QEMU that has {model} on {}",
+                    "install a QEMU that has {model} on {}, or the module that it is in",
                     self.host
                 ),
             };

@@ -28,7 +28,7 @@ pub(crate) struct Around<'a> {
 pub(crate) fn machine_options(hardware: &Hardware) -> String {
     let mut text = String::new();
     for (name, value) in settings(hardware, "machine.") {
-        text.push_str(&format!(",{name}={value}"));
+        text.push_str(&format!(",{name}={}", value.replace(',', ",,")));
     }
     if let Some(memory) = &hardware.memory {
         text.push_str(&format!(",memory-backend={}", memory.id));
@@ -291,3 +291,7 @@ fn device(
     line.option("-device", text);
     Ok(())
 }
+
+#[cfg(test)]
+#[path = "line_tests.rs"]
+mod tests;

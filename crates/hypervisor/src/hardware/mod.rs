@@ -21,6 +21,8 @@ pub(crate) const DEVICES_MAX: usize = 256;
 const PORTS_MAX: u8 = 4;
 /// The maximum number of sockets, dies, cores and threads each.
 const TOPOLOGY_MAX: u32 = 255;
+/// The maximum number of vCPUs that a machine has room for.
+const SLOTS_MAX: u64 = 4096;
 /// The maximum number of settings of a machine.
 const SETTINGS_MAX: usize = 4096;
 /// The maximum size of a huge page, in MiB.
@@ -51,6 +53,7 @@ pub(crate) fn check(
     let vcpus = || parts.iter().map(|part| u64::from(*part)).product::<u64>();
     if parts.iter().any(|part| *part == 0 || *part > TOPOLOGY_MAX)
         || slots != Ok(vcpus())
+        || vcpus() > SLOTS_MAX
         || vcpus() < u64::from(description.vcpus)
         || plugged >= u64::from(description.vcpus)
     {

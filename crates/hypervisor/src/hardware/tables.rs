@@ -16,7 +16,7 @@ pub(crate) enum Kind {
     Switch,
     /// `on`, `off` or `auto`.
     Choice,
-    /// A number, with or without a unit of QEMU's (`K`, `M`, `G`).
+    /// A number, with or without a unit of QEMU's (`K`, `M`, `G`, `T`).
     Number,
     /// A name.
     Word,
@@ -530,10 +530,11 @@ impl Model {
     }
 }
 
-/// Returns the names of all models.
+/// Returns the names of all models, without the further names that QEMU has for some.
 pub(crate) fn models_of_guests() -> impl Iterator<Item = &'static str> {
     let models = MODELS.iter().chain(more::MODELS);
-    models.flat_map(|model| model.names.iter().copied())
+    let names = models.flat_map(|model| model.names.iter().copied());
+    names.filter(|name| *name != "ahci")
 }
 
 /// Returns all models.
@@ -594,7 +595,10 @@ impl Kind {
 fn is_number(text: &str) -> bool {
     let (digits, radix) = match text.strip_prefix("0x") {
         Some(digits) => (digits, 16),
-        None => (text.trim_end_matches(['k', 'K', 'M', 'G']), 10),
+        None => (
+            text.trim_end_matches(['k', 'K', 'm', 'M', 'g', 'G', 't', 'T']),
+            10,
+        ),
     };
     (1..=20).contains(&digits.len())
         && text.len() <= digits.len() + 2

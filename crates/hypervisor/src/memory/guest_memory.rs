@@ -170,6 +170,12 @@ impl GuestMemory {
         };
         let layout = Layout::find(qmp, &listed).await?;
         let maps = memory.maps()?;
+        let hidden = listed.iter().enumerate().filter(|(index, block)| {
+            let large = block.used_bytes > KEPT_BLOCK_BYTES_MAX;
+            block.address.is_none() && large && *index != layout.main
+        });
+        let hidden = hidden.map(|(_, block)| block.name.as_str());
+        let shown = places::show(qmp, hidden).await?;
         let mut kept_bytes = 0;
         let mut found = Vec::new();
         for (index, block) in listed.iter().enumerate() {
@@ -232,6 +238,7 @@ impl GuestMemory {
                 .prove(qmp, index, page..page + pages, address)
                 .await?;
         }
+        places::hide(qmp, shown).await?;
         Ok(memory)
     }
 

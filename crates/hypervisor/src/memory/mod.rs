@@ -82,6 +82,7 @@ pub use longhaul_qemu_stream::{Prelude, RamBlock};
 pub use outgoing::{
     Dirty, Event, Frozen, MARGIN_PAGES, Outgoing, OutgoingError, Progress, Written,
 };
+pub(crate) use places::is_findable;
 pub(crate) use sampler::Sample;
 pub(crate) use source::is_held_by_ack;
 pub use source::{Continuation, Settings, SourceError, resume, runs};

@@ -4,6 +4,16 @@
 use super::address_map::{ListedBlock, parse_host_address};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::BLOCK_SIZE;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::ops::Range as Span;
+
+/// Addresses below 4 GiB that are a PC's for PCI devices.
+const WINDOW: Span<u64> = 0xe000_0000..0xfe00_0000;
+/// Registers of a PCI device, and the bit that makes it answer to its addresses.
+const COMMAND: u64 = 4;
+const BARS: u64 = 0x10;
+const MEMORY: u64 = 2;
 
 /// A range of the guest's addresses that a block fills, and its place in QEMU's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,6 +34,100 @@ struct Range {
     from: u64,
     to: u64,
     offset: u64,
+}
+
+/// A device of the first PCI bus that was given addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Shown {
+    slot: u64,
+    function: u64,
+}
+
+/// Gives the devices that have these blocks addresses, in a QEMU that waits for a guest: nothing
+/// else does, and the state that arrives replaces them.
+pub(super) async fn show<'a>(
+    qmp: &Qmp,
+    blocks: impl Iterator<Item = &'a str>,
+) -> Result<BTreeSet<Shown>, QmpError> {
+    let devices: BTreeSet<Shown> = blocks.filter_map(device).collect();
+    if devices.is_empty() || qmp.query("query-status").await?["status"] != "inmigrate" {
+        return Ok(BTreeSet::new());
+    }
+    let buses = qmp.query("query-pci").await?;
+    let bus = buses.as_array().into_iter().flatten();
+    let bus = bus.filter(|bus| bus["bus"] == 0);
+    let present: Vec<&Value> = bus
+        .flat_map(|bus| bus["devices"].as_array().into_iter().flatten())
+        .collect();
+    let mut next = WINDOW.start;
+    let mut shown = BTreeSet::new();
+    for device in devices {
+        let is_it = |it: &&&Value| it["slot"] == device.slot && it["function"] == device.function;
+        let regions = present.iter().find(is_it).map(|it| &it["regions"]);
+        let regions = regions.and_then(Value::as_array).into_iter().flatten();
+        for region in regions.filter(|region| region["type"] == "memory") {
+            let (bar, size) = (region["bar"].as_u64(), region["size"].as_u64());
+            // The sixth is that of the option ROM.
+            let (Some(bar @ 0..6), Some(size)) = (bar, size) else {
+                continue;
+            };
+            let address = next.next_multiple_of(size.max(1));
+            let end = address.saturating_add(size);
+            if end <= WINDOW.end {
+                device.write(qmp, BARS + 4 * bar, 4, address).await?;
+                next = end;
+            }
+        }
+        device.write(qmp, COMMAND, 2, MEMORY).await?;
+        shown.insert(device);
+    }
+    Ok(shown)
+}
+
+/// Takes the addresses away again.
+pub(super) async fn hide(qmp: &Qmp, shown: BTreeSet<Shown>) -> Result<(), QmpError> {
+    for device in shown {
+        device.write(qmp, COMMAND, 2, 0).await?;
+        for bar in 0..6 {
+            device.write(qmp, BARS + 4 * bar, 4, 0).await?;
+        }
+    }
+    Ok(())
+}
+
+impl Shown {
+    /// Writes to the device's configuration space, as the guest's firmware does.
+    async fn write(self, qmp: &Qmp, at: u64, bytes: u8, value: u64) -> Result<(), QmpError> {
+        let place = 1 << 31 | self.slot << 11 | self.function << 8 | at;
+        let size = if bytes == 2 { 'h' } else { 'w' };
+        for line in [
+            format!("o /w 0xcf8 {place:#x}"),
+            format!("o /{size} 0xcfc {value:#x}"),
+        ] {
+            qmp.hmp(&line, COMMAND_TIMEOUT).await?;
+        }
+        Ok(())
+    }
+}
+
+/// `0000:00:02.0/vga.vram`: device 2 of the first bus.
+fn device(block: &str) -> Option<Shown> {
+    let (place, _) = block.strip_prefix("0000:00:")?.split_once('/')?;
+    let (slot, function) = place.split_once('.')?;
+    let number = |text, max| {
+        u64::from_str_radix(text, 16)
+            .ok()
+            .filter(|number| *number <= max)
+    };
+    Some(Shown {
+        slot: number(slot, 31)?,
+        function: number(function, 7)?,
+    })
+}
+
+/// Returns whether a large block of this name is found in every QEMU.
+pub(crate) fn is_findable(name: &str) -> bool {
+    device(name).is_some()
 }
 
 /// Returns the place of a block, if the guest has it at its addresses.
@@ -112,6 +216,21 @@ mod tests {
             address: None,
         };
         names.iter().map(block).collect()
+    }
+
+    #[test]
+    fn devices_of_blocks_are_named() {
+        let device = |slot, function| Some(Shown { slot, function });
+        for (name, expected) in [
+            ("0000:00:02.0/vga.vram", device(2, 0)),
+            ("0000:00:1f.7/x", device(31, 7)),
+            ("0000:00:20.0/x", None),
+            ("0000:00:1e.0:01.0/qxl.vram", None),
+            ("pc.ram", None),
+            ("/objects/0000:00:02.0", None),
+        ] {
+            assert_eq!(super::device(name), expected, "{name}");
+        }
     }
 
     #[test]
