@@ -255,7 +255,7 @@ fn places(model: &Model) -> impl Iterator<Item = &'static str> + use<> {
         Bus::Ports => &["nr", "name"],
         Bus::Ide => &["unit"],
         Bus::Scsi => &["channel", "lun", "scsi-id"],
-        Bus::Board => &[],
+        Bus::Other | Bus::Board => &[],
     };
     let connected: &[&str] = match model.serves {
         Serves::Nic => &["mac", "netdev"],
