@@ -3,8 +3,8 @@
 //!
 //! Such a node cannot be created again as it was. So it stays in QEMU, and is used again
 //! afterwards. A node without a name ends when nothing uses it: a filter node above it, which
-//! nothing uses, holds it. `blockdev-reopen` needs a name and all options, so the node above is reopened by HMP's
-//! `qemu-io`, which keeps all other options (decision 0038).
+//! nothing uses, holds it. `blockdev-reopen` needs a name and all options, so the node above is
+//! reopened by HMP's `qemu-io`, which keeps all other options (decision 0038).
 
 use super::graph::{Graph, Known};
 use super::jobs::jobs;
