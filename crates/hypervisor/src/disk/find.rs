@@ -1,7 +1,7 @@
 //! Finds the nodes of a disk of a running QEMU, however the disk was given.
 //!
-//! QEMU is asked for the nodes and their properties. Its command line adds the options of nodes that
-//! are there in full, as `-blockdev` in JSON. The nodes of all other disks are kept instead of
+//! QEMU is asked for the nodes and their properties. Its command line adds the options of nodes
+//! that are there in full, as `-blockdev` in JSON. The nodes of all other disks are kept instead of
 //! being created again ([`super::held`]).
 
 use super::drives::{Drive, drives, seen_from_here};
@@ -179,8 +179,8 @@ fn read(
     })
 }
 
-/// Checks a node above the node of the disk's file. Returns whether it lets the file grow. `listed`:
-/// whether its options are known.
+/// Checks a node above the node of the disk's file. Returns whether it lets the file grow.
+/// `listed`: whether its options are known.
 fn passes_on(
     (node, below): (&str, &str),
     graph: &Graph,

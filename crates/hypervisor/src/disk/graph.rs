@@ -107,8 +107,8 @@ impl Known {
 
 /// QEMU's block graph: which node uses which.
 ///
-/// A device is in it by the id of its drive, if it has one, otherwise by its own id, and by its path
-/// in QEMU's object tree only if it has neither. It can be asked for by its path, always.
+/// A device is in it by the id of its drive, if it has one, otherwise by its own id, and by its
+/// path in QEMU's object tree only if it has neither. It can be asked for by its path, always.
 pub(super) struct Graph {
     names: Vec<String>,
     /// Names of the users of nodes: devices, and others with a disk of their own.

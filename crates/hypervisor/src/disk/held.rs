@@ -1,10 +1,10 @@
 //! Disks whose nodes are not on QEMU's command line in full: nodes without a name of their own, or
 //! created since QEMU started.
 //!
-//! Such a node cannot be created again as it was. So it stays in QEMU, and is used again afterwards.
-//! A node without a name ends when nothing uses it: a filter node above it, which nothing uses,
-//! holds it. `blockdev-reopen` needs a name and all options, so the node above is reopened by HMP's
-//! `qemu-io`, which keeps all other options (decision 0038).
+//! Such a node cannot be created again as it was. So it stays in QEMU, and is used again
+//! afterwards. A node without a name ends when nothing uses it: a filter node above it, which
+//! nothing uses, holds it. `blockdev-reopen` needs a name and all options, so the node above is
+//! reopened by HMP's `qemu-io`, which keeps all other options (decision 0038).
 
 use super::graph::{Graph, Known};
 use super::jobs::jobs;

@@ -97,7 +97,8 @@ const NODES: [Form; 7] = [
     form(
         "-blockdev in JSON, its file inside",
         "-device virtio-scsi-pci,id=scsi0 -blockdev \
-         {\"driver\":\"FORMAT\",\"node-name\":\"sda\",\"file\":{\"driver\":\"file\",\"filename\":\"FILE\"}} \
+         {\"driver\":\"FORMAT\",\"node-name\":\"sda\",\
+         \"file\":{\"driver\":\"file\",\"filename\":\"FILE\"}} \
          -device scsi-hd,drive=sda,id=sda",
     ),
     form(

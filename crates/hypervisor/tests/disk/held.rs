@@ -1,5 +1,5 @@
-//! Tests disks whose nodes are held: nodes that other clients created, removals after a crash at each
-//! step, refusals, and a migration that is given up.
+//! Tests disks whose nodes are held: nodes that other clients created, removals after a crash at
+//! each step, refusals, and a migration that is given up.
 
 use crate::changed::{execute, job_is};
 use crate::common::emulators;
