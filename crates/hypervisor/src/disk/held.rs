@@ -1,5 +1,5 @@
-//! Disks whose nodes are not on QEMU's command line in full: nodes without a name of their own, or
-//! created since QEMU started.
+//! Keeps the nodes of disks that are not on QEMU's command line in full: nodes without a name of
+//! their own, or created since QEMU started.
 //!
 //! Such a node cannot be created again as it was. So it stays in QEMU, and is used again
 //! afterwards. A node without a name ends when nothing uses it: a filter node above it, which
