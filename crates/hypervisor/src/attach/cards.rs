@@ -14,6 +14,9 @@ const DEFAULT_BRIDGE: &str = "br0";
 /// The beginning of names that QEMU gives.
 const NAMELESS: &str = "#net";
 
+/// The beginning of the names of cards among those of backends; no backend's name has a space.
+const CARD: &str = "card ";
+
 /// The networks of a QEMU.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Wires {
@@ -61,7 +64,12 @@ impl Wires {
                 continue;
             };
             let (kind, info) = about.split_once(',').unwrap_or((about, ""));
-            let end = wires.ends.entry(name.to_owned()).or_insert_with(|| End {
+            // A card may have the name of its backend.
+            let name = match kind {
+                "nic" => format!("{CARD}{name}"),
+                _ => name.to_owned(),
+            };
+            let end = wires.ends.entry(name).or_insert_with(|| End {
                 kind: kind.to_owned(),
                 info: info.to_owned(),
                 ..End::default()
@@ -375,6 +383,8 @@ mod tests {
         " \\ q: index=0,type=tap,fd=4\r\n",
         "qq: index=1,type=nic,\r\n",
         " \\ q: index=1,type=tap,fd=5\r\n",
+        "net0: index=0,type=nic,model=e1000,macaddr=52:54:00:12:34:62\r\n",
+        " \\ net0: index=0,type=tap,ifname=t7,script=no,downscript=no\r\n",
         "lone: index=0,type=nic,model=e1000,macaddr=52:54:00:12:34:60\r\n",
         "nic7: index=0,type=nic,model=e1000,macaddr=52:54:00:12:34:61\r\n",
         " \\ #net045: index=0,type=user,net=10.0.2.0,restrict=off\r\n",
@@ -401,6 +411,8 @@ mod tests {
         assert_eq!(backend("hub0port0"), Ok(Some(("#net162", true))));
         assert!(backend("hub1port1").is_err());
         assert_eq!(backend("q"), Ok(Some(("q", false))));
+        assert_eq!(backend("net0"), Ok(Some(("net0", false))));
+        assert_eq!(wires.ends["net0"].kind, "tap");
         assert_eq!(backend("#net045"), Ok(Some(("#net045", false))));
         assert_eq!(backend(""), Ok(None));
         assert_eq!(wires.ends["q"].queues, 2);
