@@ -395,7 +395,7 @@ fn a_device_whose_module_is_not_installed_is_named() {
         for (text, hint) in found {
             assert!(text.contains("does not have the device qxl-vga"), "{text}");
             assert!(
-                hint.contains("qemu-system-modules-spice on paris-2"),
+                hint.contains("on paris-2 (Debian: qemu-system-modules-spice)"),
                 "{hint}"
             );
         }

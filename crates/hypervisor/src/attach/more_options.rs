@@ -53,6 +53,7 @@ pub(super) const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("perfmap", false, Local),
     ("plugin", true, Local),
     ("portrait", false, Local),
+    ("preconfig", false, Local),
     ("prom-env", true, Never(NO_PC, WITHOUT)),
     ("realtime", true, Local),
     ("rotate", true, Local),

@@ -227,9 +227,10 @@ fn every_option_of_the_installed_emulators_has_a_meaning() {
                 .split_whitespace()
                 .take_while(|word| word.starts_with('-') || matches!(*word, "or"));
             for name in words.flat_map(|word| word.split('/')) {
-                let Some(name) = name.strip_prefix('-').filter(|name| !name.is_empty()) else {
+                let name = name.trim_start_matches('-');
+                if matches!(name, "" | "or") {
                     continue;
-                };
+                }
                 let name = name.split(['[', '=', ',']).next().unwrap_or(name);
                 assert!(super::super::options::is_known(name), "{qemu}: -{name}");
                 asked += 1;
