@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(verdict([Ok, Ok, Ok, Ok, Refused]), Verdict::MovesThere);
         assert_eq!(verdict([Ok, Ok, Failed, Ok, Ok]), Verdict::Fails);
         assert_eq!(verdict([Ok, Ok, Ok, Skipped, Skipped]), Verdict::Fails);
-        let [rest @ ..] = [Skipped; 3];
+        let rest = [Skipped; 3];
         assert_eq!(
             verdict([Refused, Skipped, rest[0], rest[1], rest[2]]),
             Verdict::Refused
