@@ -27,7 +27,8 @@ pub(crate) fn reasons(out: &str, err: &str) -> Vec<String> {
 /// Returns why a move did not complete.
 pub(crate) fn of_move(finished: &Finished) -> Vec<String> {
     let documents = finished.said.iter();
-    let mut messages = documents.filter_map(|text| error_message(&serde_json::from_str(text).ok()?));
+    let mut messages =
+        documents.filter_map(|text| error_message(&serde_json::from_str(text).ok()?));
     match messages.next() {
         Some(message) => split(&message),
         None => vec![finished.why()],

@@ -106,7 +106,11 @@ impl Stage {
             seed: 1,
         })
         .unwrap();
-        let folders: Vec<PathBuf> = lab.hosts().iter().map(|it| it.folder().to_owned()).collect();
+        let folders: Vec<PathBuf> = lab
+            .hosts()
+            .iter()
+            .map(|it| it.folder().to_owned())
+            .collect();
         make_disk(&folders[0].join("d.raw"));
         let files = KernelFiles::make(&folders[0]).unwrap();
         let settings = Settings {
@@ -130,7 +134,13 @@ impl Stage {
             said.contains("EIP=00007c") || said.contains("RIP=0000000000007c")
         });
         assert!(runs, "the guest does not reach its program");
-        let words = ["guests", "attach", GUEST, "--qmp", monitor.to_str().unwrap()];
+        let words = [
+            "guests",
+            "attach",
+            GUEST,
+            "--qmp",
+            monitor.to_str().unwrap(),
+        ];
         let _: longhaul_api::Guest = stage.product.ask(0, &words).unwrap();
         Some(stage)
     }
@@ -158,7 +168,9 @@ impl Stage {
         let marker = self.folder(0).join("held");
         let points = format!("{point}=hold:{}", marker.display());
         let agent = self.product.agent_mut(0).unwrap();
-        agent.restart_to_fail(self.lab.host(0).unwrap(), &points).unwrap();
+        agent
+            .restart_to_fail(self.lab.host(0).unwrap(), &points)
+            .unwrap();
         marker
     }
 
@@ -222,7 +234,9 @@ impl Stage {
             0 => self.folder(0).join("q"),
             _ => self.arrived(),
         };
-        let answer = Qmp::connect(&socket).unwrap().execute("query-status", &json!({}));
+        let answer = Qmp::connect(&socket)
+            .unwrap()
+            .execute("query-status", &json!({}));
         answer.unwrap()["status"].as_str().unwrap().to_owned()
     }
 
@@ -242,11 +256,19 @@ impl Stage {
         let to = self.lab.host(1).unwrap();
         let mut moving = self.product.migrate(0, GUEST, to, words).unwrap();
         if let Some(held) = held {
-            assert!(wait_until(LIMIT, || held.exists()), "{}", moving.so_far().why());
+            assert!(
+                wait_until(LIMIT, || held.exists()),
+                "{}",
+                moving.so_far().why()
+            );
             self.act_at_the_source(act);
             fs::remove_file(held).unwrap();
         } else if when == When::Passes {
-            assert!(moving.wait_for_phase(Phase::Precopy, LIMIT), "{}", moving.so_far().why());
+            assert!(
+                moving.wait_for_phase(Phase::Precopy, LIMIT),
+                "{}",
+                moving.so_far().why()
+            );
             self.act_at_the_source(act);
         } else {
             let phase = moving.wait_for_phase(Phase::Finishing, LIMIT);
@@ -269,7 +291,11 @@ impl Stage {
             assert!(ended(owner), "{why}: it runs although it was powered off");
         } else {
             assert_eq!(self.qemus(owner).len(), 1, "{why}");
-            let wanted = if act == Act::Pause { "paused" } else { "running" };
+            let wanted = if act == Act::Pause {
+                "paused"
+            } else {
+                "running"
+            };
             assert_eq!(self.status(owner), wanted, "{why}");
         }
         let mut remains = Vec::new();
@@ -310,11 +336,29 @@ fn start(host: &Host, version: &str) -> Child {
     let disk = json!({"driver": "raw", "node-name": "d0", "file": "f0"});
     let mut command = Command::new(installed::qemu(version).unwrap());
     command
-        .args(["-M", "q35", "-accel", "tcg", "-m", "64", "-nodefaults", "-display", "none"])
-        .args(["-blockdev", &file.to_string(), "-blockdev", &disk.to_string()])
+        .args([
+            "-M",
+            "q35",
+            "-accel",
+            "tcg",
+            "-m",
+            "64",
+            "-nodefaults",
+            "-display",
+            "none",
+        ])
+        .args([
+            "-blockdev",
+            &file.to_string(),
+            "-blockdev",
+            &disk.to_string(),
+        ])
         .args(["-device", "virtio-blk-pci,drive=d0,id=vda"])
         .args(["-device", "pcie-root-port,id=rp,chassis=1"])
-        .args(["-serial", &format!("unix:{folder}/serial,server=on,wait=off")])
+        .args([
+            "-serial",
+            &format!("unix:{folder}/serial,server=on,wait=off"),
+        ])
         .args(["-monitor", &format!("unix:{folder}/hmp,server=on,wait=off")])
         .args(["-qmp", &format!("unix:{folder}/q,server=on,wait=off")])
         .stdin(Stdio::null())
