@@ -40,10 +40,13 @@ const MACHINE: [&str; 6] = [
 ];
 /// Fields that change by themselves, or say where the host's end of something is.
 const RESTLESS: [&str; 5] = ["actual-size", "thread-id", "filename", "offset", "qtest"];
-/// Properties of devices that name something of the host.
-const OF_THE_HOST: [&str; 8] = [
-    "drive", "chardev", "netdev", "iothread", "memdev", "rng", "romfile", "audiodev",
+/// Properties of devices that name something of the host, or that a `-drive` can set as well.
+const OF_THE_HOST: [&str; 10] = [
+    "drive", "chardev", "netdev", "iothread", "memdev", "rng", "romfile", "audiodev", "werror",
+    "rerror",
 ];
+/// Lines of the device tree that the guest's firmware changes.
+const BY_GUEST: [&str; 4] = ["bar ", "class ", "mmio ", "MCFG = "];
 /// The most differences that are reported.
 const SHOWN_MAX: usize = 12;
 
@@ -103,6 +106,16 @@ impl Answers {
         })
     }
 
+    /// Returns the names of bitmaps that are in memory only.
+    pub(crate) fn passing_bitmaps(&self) -> Vec<String> {
+        let drives = self.settings.get("query-block").into_iter().flat_map(list);
+        let bitmaps = drives.flat_map(|drive| list(&drive["inserted"]["dirty-bitmaps"]));
+        let passing = bitmaps.filter(|bitmap| bitmap["persistent"] == false);
+        passing
+            .filter_map(|bitmap| Some(bitmap["name"].as_str()?.to_owned()))
+            .collect()
+    }
+
     /// Returns the differences between this process before and after something.
     pub(crate) fn changes(&self, after: &Self) -> Vec<String> {
         differences(&self.settings, &after.settings)
@@ -155,8 +168,13 @@ fn without_numbers(text: &str) -> String {
     result
 }
 
+/// Returns the lines of `info qtree` without the addresses that the guest gives to its devices.
 fn lines(text: &str) -> Vec<String> {
-    text.lines().map(without_numbers).collect()
+    let fixed = text.lines().filter(|line| {
+        let by_guest = |word: &&str| line.trim_start().starts_with(*word);
+        !BY_GUEST.iter().any(|word| by_guest(word))
+    });
+    fixed.map(without_numbers).collect()
 }
 
 /// Returns the devices of `info qtree`, one line for each property, in one order: a bus names its
@@ -185,6 +203,7 @@ fn devices(tree: &str) -> Vec<String> {
             path.push((depth, number.to_owned()));
         } else if let Some((name, value)) = text.split_once(" = ")
             && !OF_THE_HOST.contains(&name)
+            && !BY_GUEST.iter().any(|word| text.starts_with(word))
         {
             found.push(format!("{}: {name} = {value}", shown(&path)));
         }
@@ -254,8 +273,8 @@ fn drive(drive: &Value) -> String {
         shown.insert(key.to_owned(), medium[key].clone());
     }
     shown.insert("bytes".to_owned(), medium["image"]["virtual-size"].clone());
-    shown.insert("writeback".to_owned(), medium["cache"]["writeback"].clone());
-    let bitmaps = list(&medium["dirty-bitmaps"]).map(|bitmap| bitmap["name"].clone());
+    let bitmaps = list(&medium["dirty-bitmaps"]).filter(|bitmap| bitmap["persistent"] == true);
+    let bitmaps = bitmaps.map(|bitmap| bitmap["name"].clone());
     shown.insert("bitmaps".to_owned(), bitmaps.collect());
     Value::Object(shown).to_string()
 }

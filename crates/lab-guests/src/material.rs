@@ -41,6 +41,8 @@ pub(crate) struct Image {
     pub(crate) format: &'static str,
     /// Whether it moves with the guest.
     pub(crate) local: bool,
+    /// Whether the firmware of a running guest may write to it.
+    pub(crate) of_firmware: bool,
 }
 
 /// What a line needs.
@@ -163,6 +165,7 @@ impl Material {
             paths,
             format,
             local: true,
+            of_firmware: false,
         };
         match kind {
             DiskKind::Volume => {
@@ -239,6 +242,7 @@ impl Material {
             paths,
             format: "raw",
             local,
+            of_firmware: false,
         });
         Ok(())
     }
@@ -260,6 +264,7 @@ impl Material {
             paths,
             format,
             local: true,
+            of_firmware: true,
         });
         Ok(())
     }

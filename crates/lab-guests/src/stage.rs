@@ -41,6 +41,9 @@ pub(crate) struct Stage {
     others: Vec<Vec<i32>>,
 }
 
+/// How long the kernel may take to remove what belonged to an ended process.
+const CLEAR_LIMIT: Duration = Duration::from_secs(10);
+
 /// The output of a command.
 #[derive(Debug)]
 pub(crate) struct Said {
@@ -143,9 +146,20 @@ impl Stage {
         empty(&self.run_folder()?)
     }
 
+    /// Removes the interfaces of guests. Those of a QEMU that has just ended may still disappear by
+    /// themselves meanwhile.
     fn clear_interfaces(&self, host: usize) -> Result<(), LabError> {
-        let name = self.host(host)?.namespace().name().to_owned();
-        let words = ["-n", &name, "-json", "link"];
+        let mut failed = Ok(());
+        process::wait_until(CLEAR_LIMIT, || {
+            failed = self.delete_interfaces(host);
+            failed.is_ok()
+        });
+        failed
+    }
+
+    fn delete_interfaces(&self, host: usize) -> Result<(), LabError> {
+        let name = self.host(host)?.namespace().name();
+        let words = ["-n", name, "-json", "link"];
         let said = process::run(Command::new("ip").args(words))?;
         let links: Vec<BTreeMap<String, serde_json::Value>> = words::parse("ip -json link", &said)?;
         for link in &links {
@@ -153,7 +167,7 @@ impl Stage {
                 continue;
             };
             if INTERFACES.iter().any(|it| interface.starts_with(it)) {
-                let words = ["-n", &name, "link", "delete", interface];
+                let words = ["-n", name, "link", "delete", interface];
                 process::run(Command::new("ip").args(words))?;
             }
         }

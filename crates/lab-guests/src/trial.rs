@@ -117,6 +117,17 @@ impl Trial<'_> {
         if !self.timed("attach", Self::attach)? || !self.timed("plan", |it| it.plan(SOURCE))? {
             return Ok(());
         }
+        let unsaid: Vec<String> = before
+            .passing_bitmaps()
+            .into_iter()
+            .filter(|name| {
+                !self
+                    .row
+                    .warnings
+                    .iter()
+                    .any(|warning| warning.contains(name))
+            })
+            .collect();
         let given_up = self.timed("given up", |it| it.give_up(&before))?;
         self.row.given_up = self.step("given up", given_up);
         if self.row.there == Step::Failed {
@@ -125,7 +136,11 @@ impl Trial<'_> {
         }
         let there = self.timed("there", |it| it.move_to(DESTINATION, &before))?;
         self.row.plan_was_wrong = !there.completed;
-        self.row.there = self.step("there", verdict(there.wrong));
+        let lost = unsaid
+            .iter()
+            .map(|name| format!("bitmap {name} is lost without a warning"));
+        let wrong = there.wrong.into_iter().chain(lost).collect();
+        self.row.there = self.step("there", verdict(wrong));
         if !there.completed {
             return Ok(());
         }
@@ -341,6 +356,13 @@ impl Trial<'_> {
             Err(error) => wrong.push(error.to_string()),
         }
         for image in self.made.images.iter().filter(|image| image.local) {
+            if image.of_firmware {
+                // The firmware writes to them as soon as the guest runs there.
+                if !image.paths[to].exists() {
+                    wrong.push(format!("{} is missing", image.paths[to].display()));
+                }
+                continue;
+            }
             wrong.extend(self.different(image.format, &image.paths, from)?);
         }
         Ok(Moved {
