@@ -171,8 +171,8 @@ fn without_numbers(text: &str) -> String {
 /// Returns the lines of `info qtree` without the addresses that the guest gives to its devices.
 fn lines(text: &str) -> Vec<String> {
     let fixed = text.lines().filter(|line| {
-        let by_guest = |word: &&str| line.trim_start().starts_with(*word);
-        !BY_GUEST.iter().any(|word| by_guest(word))
+        let by_guest = |word: &str| line.trim_start().starts_with(word);
+        !BY_GUEST.into_iter().any(by_guest)
     });
     fixed.map(without_numbers).collect()
 }
