@@ -525,7 +525,8 @@ mod tests {
             "this host has no network called `office` (it has: none): add it under [networks] in \
              the agent's configuration"
         );
-        let plug = plugs(&sample(), &config()).unwrap()[&0];
+        let config = config();
+        let plug = plugs(&sample(), &config).unwrap()[&0];
         assert_eq!((plug.bridge, plug.queues), ("br0", 1));
     }
 }
