@@ -1,10 +1,10 @@
-//! Fuzzes the interpretation of texts about a guest that something else started: reasons why it cannot
-//! be moved, which are safe to show.
+//! Fuzzes the interpretation of texts about a guest that something else started: reasons why it
+//! cannot be moved, which are safe to show.
 
 use longhaul_hypervisor::attach::reasons;
 
-/// Takes the words of a command line, a file of `-readconfig` and QEMU's networks, each after a zero
-/// line.
+/// Takes the words of a command line, a file of `-readconfig` and QEMU's networks, each after a
+/// zero line.
 pub(crate) fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let mut parts = text.split("\n\0\n");

@@ -1,4 +1,4 @@
-//! Fuzzes the texts about a guest that something else started: `cargo +nightly fuzz run guest_texts`.
+//! Fuzzes texts about a guest that something else started: `cargo +nightly fuzz run guest_texts`.
 #![no_main]
 
 #[path = "../src/guest_texts.rs"]

@@ -377,9 +377,9 @@ impl Describing<'_> {
     }
 }
 
-/// Returns the devices in an order in which they can be made, with the words that made each: those of
-/// the board, those of the command line, those that were plugged in later. None precedes the device
-/// that its bus belongs to.
+/// Returns the devices in an order in which they can be made, with the words that made each: those
+/// of the board, those of the command line, those that were plugged in later. None precedes the
+/// device that its bus belongs to.
 fn ordered<'a>(found: &'a [Seen], line: &'a [Words]) -> Vec<(&'a Seen, Option<&'a Words>)> {
     let with = |origin: &Origin| found.iter().find(|seen| seen.origin == *origin);
     let is_board = |seen: &&Seen| matches!(seen.origin, Origin::Board(_));
