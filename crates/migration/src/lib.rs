@@ -360,7 +360,8 @@ impl Manager {
 
     /// Refuses a guest whose disks belong to another guest that has left or is moving.
     pub fn may_use_disks(&self, guest: &GuestDescription) -> Result<(), ApiError> {
-        self.context.may_use_disks(guest)
+        self.context.may_use_disks(guest)?;
+        disks::volumes::may_use(&self.context, guest)
     }
 
     /// Ends the retained QEMUs if this host cannot start the guest beside them.

@@ -9,19 +9,19 @@
 
 use crate::context::Context;
 use crate::disks::exports;
+use crate::disks::fate::{Fate, fate};
+pub(crate) use crate::disks::fate::{invalid, refused};
 use crate::disks::volumes::{self, Begins};
 use crate::disks::{blocks_of, has_format};
 use crate::host::notes::{self, All, NoteStore};
 use crate::host::writable;
-use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::{Disk, GuestDescription};
-use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
+use longhaul_protocol::message::{Offer, Refusal};
 use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{MigrationId, RegionId, RegionKind, RegionSpec};
 use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk, Volume, Zeros, is_volume, qcow2};
-use longhaul_storage::{Holder, SetAside, file_name, read_sound_journal};
 use nix::sys::statvfs::statvfs;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -138,22 +138,6 @@ pub(crate) fn grows(disk: &OfferedDisk) -> bool {
     matches!(disk.format, DiskFormat::Qcow2(_))
 }
 
-pub(crate) fn refused(text: String, hint: impl Into<String>) -> Refusal {
-    Refusal {
-        code: RefusalCode::Unsuitable,
-        text,
-        hint: Some(hint.into()),
-    }
-}
-
-pub(crate) fn invalid(text: impl Into<String>) -> Refusal {
-    Refusal {
-        code: RefusalCode::Invalid,
-        text: text.into(),
-        hint: None,
-    }
-}
-
 /// Returns the place for a disk of a description, if an image can be created there.
 pub(crate) fn look_for_room(
     context: &Context,
@@ -173,6 +157,12 @@ pub(crate) fn look_for_room(
     if let Some(image) = images.get(&described.image)
         && is_volume(&image.path)
     {
+        let here = &context.parts.config.name;
+        let busy = exports::uses(&context.parts.config.state, &image.path);
+        if busy.map_err(|error| invalid(format!("{here}: {error}")))? {
+            let text = format!("{here} is not done yet with the volume of {of}");
+            return Err(refused(text, format!("on {here}: wait a moment")));
+        }
         let image = (described.image.as_str(), image);
         return volumes::look(context, &guest.name, image, &of).map(Room::Volume);
     }
@@ -519,15 +509,6 @@ pub(crate) fn create(
     Ok(())
 }
 
-/// The decision about images that were created.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
-    Stay,
-    Go,
-    /// Not decided yet.
-    Open,
-}
-
 /// Removes the images of guests that do not come, and the notes of guests that have arrived. The
 /// journals decide.
 pub(crate) fn sweep(context: &Context) {
@@ -581,64 +562,6 @@ fn migration_of(name: &str) -> io::Result<MigrationId> {
     migration.map_err(|_| io::Error::other("it has no migration's name"))
 }
 
-/// Returns the decision about an arriving guest. `generation` is that of the right after the
-/// migration.
-pub(crate) fn fate(
-    context: &Context,
-    migration: MigrationId,
-    (guest, generation): (&str, u64),
-) -> io::Result<Fate> {
-    let folder = context.parts.config.state.join("journal");
-    let journal = folder.join(file_name(migration));
-    if SetAside::of(&folder, migration).exists() {
-        return Ok(Fate::Open);
-    }
-    let records = match read_sound_journal(&journal) {
-        Ok(reading) => reading
-            .entries
-            .into_iter()
-            .map(|entry| entry.record)
-            .collect(),
-        Err(_) if !journal.exists() => Vec::new(),
-        Err(error) => return Err(io::Error::other(error)),
-    };
-    if let Some(fate) = fate_by(&records) {
-        return Ok(fate);
-    }
-    // No journal exists. The rights decide.
-    let right = context.rights.get(guest).map_err(io::Error::other)?;
-    let ours =
-        right.is_some_and(|right| right.holder == Holder::Here && right.generation.0 >= generation);
-    let runs = context.parts.guests.find(guest)?.is_some();
-    Ok(match ours || runs {
-        true => Fate::Stay,
-        false => Fate::Go,
-    })
-}
-
-/// Returns the decision of an attempt's records, if there is one.
-fn fate_by(records: &[Record]) -> Option<Fate> {
-    let mut fate = None;
-    for record in records {
-        fate = Some(match record {
-            Record::Began { .. } | Record::Ready { .. } => Fate::Open,
-            Record::Committed { .. }
-            | Record::AllPresent { .. }
-            | Record::GaveUp { .. }
-            | Record::Done { .. } => Fate::Stay,
-            Record::Aborted { .. } => Fate::Go,
-            // Returned: the attempt will be aborted.
-            Record::Returned { .. } | Record::Released { .. } => Fate::Open,
-            Record::Overruled { run_on, .. } => match run_on {
-                longhaul_engine::handover::Side::Destination => Fate::Stay,
-                longhaul_engine::handover::Side::Source => Fate::Open,
-            },
-            Record::Peer { .. } | Record::Incomplete { .. } | Record::Closed { .. } => continue,
-        });
-    }
-    fate
-}
-
 impl Made {
     fn remove(&self) -> io::Result<()> {
         let remove = |path: &Path| match fs::remove_file(path) {
@@ -657,36 +580,6 @@ impl Made {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use longhaul_protocol::{Attempt, Generation};
-
-    #[test]
-    fn images_stay_or_go_as_the_journal_says() {
-        let attempt = Attempt(1);
-        let ready = Record::Ready { attempt };
-        let committed = Record::Committed {
-            attempt,
-            generation: Generation(2),
-        };
-        let reason = "because".to_owned();
-        let aborted = Record::Aborted {
-            attempt,
-            reason: reason.clone(),
-        };
-        let returned = Record::Returned { attempt, reason };
-        let closed = Record::Closed { attempt };
-        assert_eq!(fate_by(&[]), None);
-        assert_eq!(fate_by(std::slice::from_ref(&ready)), Some(Fate::Open));
-        let came = [ready.clone(), committed.clone()];
-        assert_eq!(fate_by(&came), Some(Fate::Stay));
-        let ended = [committed.clone(), closed.clone()];
-        assert_eq!(fate_by(&ended), Some(Fate::Stay));
-        assert_eq!(fate_by(&[ready, aborted.clone()]), Some(Fate::Go));
-        let given_back = [committed, returned];
-        assert_eq!(fate_by(&given_back), Some(Fate::Open));
-        let [committed, returned] = given_back;
-        let gone = [committed, returned, aborted, closed];
-        assert_eq!(fate_by(&gone), Some(Fate::Go));
-    }
 
     #[test]
     fn only_the_file_that_was_made_is_removed() {

@@ -5,6 +5,7 @@ pub(crate) mod base_images;
 pub(crate) mod export_notes;
 mod export_process;
 pub(crate) mod exports;
+mod fate;
 pub(crate) mod images;
 pub(crate) mod lazy_base_images;
 pub(crate) mod left_images;

@@ -15,8 +15,7 @@
 //! | the disk of another guest that arrived here, or left | no |
 
 use crate::context::Context;
-use crate::disks::exports;
-use crate::disks::images::{Fate, fate, invalid, refused};
+use crate::disks::fate::{Fate, fate, refused};
 use crate::host::notes::{self, All, NoteStore};
 use crate::status::failure;
 use longhaul_api::{ApiError, ErrorCode};
@@ -186,10 +185,6 @@ impl Asked<'_> {
     fn take(&self) -> Result<Volume, Refusal> {
         let config = &self.context.parts.config;
         let path = &self.image.path;
-        let busy = exports::uses(&config.state, path);
-        if busy.map_err(|error| invalid(format!("{}: {error}", config.name)))? {
-            return Err(self.refusal("is not done yet with", "wait a moment"));
-        }
         let volume = Volume::take(path).map_err(|error| {
             tracing::warn!(image = self.name, %error, "its volume cannot be used");
             let (what, hint) = match error {
@@ -332,7 +327,7 @@ pub(crate) fn check_size(
 
 /// Shows a size that is larger than another one, in bytes if they look the same otherwise.
 fn exact(needed: u64, than: u64) -> String {
-    match show_bytes(needed) == show_bytes(than) {
+    match needed.saturating_sub(than) < than / 100 {
         true => format!("{needed} bytes (it has {than})"),
         false => show_bytes(needed),
     }

@@ -1,4 +1,5 @@
-//! Finds where the content of an image ends, by its refcounts: the size of a volume does not say it.
+//! Finds where the content of an image ends, by its refcounts: the size of a volume does not say
+//! it.
 
 use super::{HEAD_BYTES, read, word_at};
 use crate::disk::Disk;
