@@ -1,8 +1,9 @@
 //! Implements `lab guests`: the matrix of QEMU command lines that people use. Each line is started
-//! on one of two hosts, attached to, planned, moved with its local disks, moved back, and once given
-//! up on the way.
+//! on one of two hosts, attached to, planned, moved with its local disks, moved back, and once
+//! given up on the way.
 //!
-//! [`line`] defines the lines, `material` what they need, `trial` the steps, [`report`] the results.
+//! [`line`] defines the lines, `material` what they need, `trial` the steps, [`report`] the
+//! results.
 
 mod bridge;
 pub mod exec;
@@ -47,7 +48,12 @@ pub struct Options {
     #[arg(long)]
     pub json: bool,
     /// The number of lines at a time, each with hosts of its own
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u8).range(1..=16)
+    )]
     pub jobs: u8,
 }
 
@@ -98,7 +104,7 @@ fn choose(options: &Options) -> Result<Vec<Line>, LabError> {
     Ok(lines)
 }
 
-/// Tries lines, several at a time, and passes each result on; returns all in the order of the lines.
+/// Tries lines, several at a time, and passes each result on; returns all in the lines' order.
 ///
 /// # Errors
 /// When the laboratory fails, or is interrupted.

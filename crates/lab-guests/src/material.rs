@@ -24,8 +24,8 @@ const SEABIOS: &str = "/usr/share/seabios/bios-256k.bin";
 
 const MIB: u64 = 1 << 20;
 const FLOPPY_BYTES: u64 = 1_474_560;
-/// A boot sector that halts the processor without interrupts: the guest runs, and its state does not
-/// change. In assembly: cli; hlt; jmp back to hlt.
+/// A boot sector that halts the processor without interrupts: the guest runs, and its state does
+/// not change. In assembly: cli; hlt; jmp back to hlt.
 const BOOT_SECTOR: [u8; 4] = [0xfa, 0xf4, 0xeb, 0xfd];
 /// The end of a boot sector.
 const BOOTABLE: [u8; 2] = [0x55, 0xaa];

@@ -1,4 +1,5 @@
-//! Tries one line: attaches to its guest, plans its move, gives one up, moves it, and moves it back.
+//! Tries one line: attaches to its guest, plans its move, gives one up, moves it, and moves it
+//! back.
 
 use crate::LIMIT;
 use crate::line::Line;

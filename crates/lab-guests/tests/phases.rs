@@ -1,6 +1,6 @@
 //! Tests guests that reset, power off, are paused by their owner, or get a device while they move,
-//! in each phase of a move: they move on, or the move is given up. There is never a second copy, and
-//! nothing of the move remains. Needs root.
+//! in each phase of a move: they move on, or the move is given up. There is never a second copy,
+//! and nothing of the move remains. Needs root.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
