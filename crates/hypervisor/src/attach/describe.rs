@@ -433,7 +433,8 @@ fn place(model: &Model, seen: &Seen) -> Option<String> {
 
 const UNPLUG: &str = "unplug it before moving, and plug it in again afterwards";
 
-/// Models that cannot be made elsewhere, by the beginning of their names: the reason, and what to do.
+/// Models that cannot be made elsewhere, by the beginning of their names: the reason, and what to
+/// do.
 pub(super) const KEPT_HERE: [(&str, &str, &str); 3] = [
     (
         "tpm-",

@@ -109,7 +109,7 @@ pub(super) async fn look(
     line: &[Words],
 ) -> Result<Found, QmpError> {
     let (objects, limits) = tokio::try_join!(memory::look(qmp), limits::look(qmp))?;
-    let (examined, cpus, memory, uuid, named, unnamed, onboard, media, networks, usernet) = tokio::try_join!(
+    let asked = tokio::try_join!(
         examine(qmp, process),
         cpus(qmp),
         qmp.query("query-memory-size-summary"),
@@ -121,6 +121,7 @@ pub(super) async fn look(
         qmp.hmp("info network", COMMAND_TIMEOUT),
         qmp.hmp("info usernet", COMMAND_TIMEOUT),
     )?;
+    let (examined, cpus, memory, uuid, named, unnamed, onboard, media, networks, usernet) = asked;
     let (machine, blockers) = examined;
     let (topology, absent_vcpus, cpu) = cpus;
     let uuid = uuid["UUID"].as_str().unwrap_or_default();

@@ -152,7 +152,8 @@ mod tests {
     fn groups_become_options() {
         let text = "# first\n[machine]\n  type = \"q35\"\n\tusb = \"off\"\n\n[device \"a.b\"]\n\
                     driver = \"virtio-blk-pci\"\nserial = \"a,b\"\n[boot-opts]\nstrict = \"on\"\n\
-                    [smp-opts]\ncpus=\"2\"\n[memory]\nsize = \"\"\n[device]\ndriver = \"usb-ehci\"\n";
+                    [smp-opts]\ncpus=\"2\"\n\
+                    [memory]\nsize = \"\"\n[device]\ndriver = \"usb-ehci\"\n";
         assert_eq!(
             parse(text).unwrap(),
             [

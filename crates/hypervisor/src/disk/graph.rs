@@ -77,6 +77,13 @@ impl Known {
         self.value(name, encrypted).unwrap_or(false)
     }
 
+    /// Returns what a node does with zeros that the guest writes: `off`, `on` or `unmap`.
+    pub(super) fn detects_zeros(&self, name: &str) -> Option<String> {
+        self.value(name, |node| {
+            node["detect_zeroes"].as_str().map(str::to_owned)
+        })
+    }
+
     /// Returns the driver of a node.
     pub(super) fn driver(&self, name: &str) -> Option<String> {
         self.value(name, |node| node["drv"].as_str().map(str::to_owned))

@@ -72,7 +72,11 @@ pub(super) async fn hold(
 /// Exchanges the child of a node that need not have a name. QEMU drains the disk's requests
 /// meanwhile.
 pub(super) async fn put_below(qmp: &Qmp, node: &str, below: &str) -> Result<(), Change> {
-    let said = reopen(qmp, node, &format!("reopen -o file={below}")).await?;
+    let known = Known::ask(qmp).await.map_err(Change::No)?;
+    // Of a `-drive`, this is no option that QEMU keeps.
+    let zeros = known.detects_zeros(node).filter(|zeros| zeros != "off");
+    let zeros = zeros.map_or(String::new(), |zeros| format!(",detect-zeroes={zeros}"));
+    let said = reopen(qmp, node, &format!("reopen -o file={below}{zeros}")).await?;
     let graph = Graph::ask(qmp).await.map_err(Change::Perhaps)?;
     match graph.child(node, "file") {
         Some(found) if found == below => Ok(()),

@@ -50,11 +50,11 @@ const fn on_pc(name: &'static str, words: &'static str) -> Form {
 const DRIVES: [Form; 8] = [
     form(
         "-drive if=virtio",
-        "-drive file=FILE,format=FORMAT,if=virtio,discard=unmap",
+        "-drive file=FILE,format=FORMAT,if=virtio,discard=unmap,detect-zeroes=unmap",
     ),
     form(
         "virtio-blk with an id",
-        "-drive file=FILE,format=FORMAT,if=none,id=drive0,cache=none \
+        "-drive file=FILE,format=FORMAT,if=none,id=drive0,cache=none,detect-zeroes=on \
          -device virtio-blk-pci,drive=drive0,id=vda",
     ),
     form(
