@@ -27,6 +27,7 @@ use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{self, Refusal, RefusalCode, Verdict};
 use longhaul_protocol::units::show_bytes;
+use longhaul_storage::disk::qcow2;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io;
@@ -61,19 +62,14 @@ impl Arrival {
         Self(about)
     }
 
-    /// Returns the path for the image, if one can be made there.
-    fn path(&self, guest: &GuestDescription) -> Result<Option<PathBuf>, Refusal> {
+    /// Returns the path for the image and its format, if one can be made there.
+    fn path(&self, guest: &GuestDescription) -> Result<Option<(PathBuf, ImageFormat)>, Refusal> {
         let context = &self.0.context;
         let Some((name, image)) = local(context, guest) else {
             return Ok(None);
         };
-        if image.format != ImageFormat::Raw {
-            let here = &context.parts.config.name;
-            let text = format!("{here} has a qcow2 image of {WHAT}, which does not move along");
-            let hint = "make it raw on both hosts: qemu-img convert -O raw OLD NEW";
-            return Err(images::refused(text, hint));
-        }
-        images::free_path(context, name, WHAT).map(Some)
+        let path = images::free_path(context, name, WHAT)?;
+        Ok(Some((path, image.format)))
     }
 }
 
@@ -95,7 +91,7 @@ impl destination::Companion for Arrival {
     fn prepare<'a>(&'a mut self, offered: &'a mut Offered<'_>) -> Step<'a, Result<(), Refusal>> {
         Box::pin(async move {
             let offer = &offered.offer;
-            let Some(path) = block_in_place(|| self.path(&offer.guest))? else {
+            let Some((path, format)) = block_in_place(|| self.path(&offer.guest))? else {
                 return Ok(());
             };
             let context = &self.0.context;
@@ -104,9 +100,18 @@ impl destination::Companion for Arrival {
                 let text = format!("{here}: the machine has no flash device for {WHAT}");
                 return Err(images::invalid(text));
             };
+            let (beginning, bytes) = match format {
+                ImageFormat::Raw => (Vec::new(), bytes),
+                ImageFormat::Qcow2 => {
+                    // It is not larger than `BYTES_MAX`.
+                    let image = qcow2::empty(bytes).unwrap_or_default();
+                    let length = image.len() as u64;
+                    (image, length)
+                }
+            };
             let new = NewImage {
                 path,
-                beginning: Vec::new(),
+                beginning,
                 bytes,
             };
             let made = block_in_place(|| images::create(context, offer, Some("variables"), &[new]));

@@ -2,9 +2,11 @@
 //! behind it, and [the ranges that QEMU reads on opening](opened_with). The format is that of
 //! QEMU's docs/interop/qcow2.txt.
 
+mod empty;
 mod end;
 mod opening;
 
+pub use empty::empty;
 pub use end::end_bytes;
 pub use opening::opened_with;
 
