@@ -104,8 +104,8 @@ async fn what_a_running_qemu_cannot_take_along_is_refused() {
                 "format = \"qcow2\"",
             ),
             (
-                "-nodefaults -netdev user,id=n,smb=/srv -device e1000,netdev=n,id=out",
-                "card out: its user network shares a folder of this host (smb)",
+                "-nodefaults -netdev user,id=n,tftp=/srv -device e1000,netdev=n,id=out",
+                "card out: its user network serves files of this host (tftp)",
                 "start the guest without it",
             ),
             (
