@@ -411,9 +411,23 @@ async fn a_card_on_a_bridge_gets_a_port_and_loses_it() {
         eprintln!("no TAP devices here");
         return;
     }
-    // In a network namespace of this thread, which QEMU and `ip` inherit.
+    // In namespaces of this thread, which QEMU and `ip` inherit. /sys shows the network devices of
+    // the namespace that it was mounted in.
     let thread = std::thread::spawn(|| {
-        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
+        use nix::sched::CloneFlags;
+        nix::sched::unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS).unwrap();
+        for words in [
+            &["--make-rprivate", "/"][..],
+            &["-t", "sysfs", "sysfs", "/sys"],
+        ] {
+            assert!(
+                Command::new("mount")
+                    .args(words)
+                    .status()
+                    .unwrap()
+                    .success()
+            );
+        }
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()

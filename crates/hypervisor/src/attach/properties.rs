@@ -61,6 +61,11 @@ pub(super) fn of(
                 let Some(value) = seen.values.get(name).and_then(text) else {
                     continue;
                 };
+                // A link to an object, such as the memory of a DIMM.
+                let value = match value.strip_prefix("/objects/") {
+                    Some(object) => object.to_owned(),
+                    None => value,
+                };
                 match model.property(name) {
                     Some(kind) if kind.takes(&value) => {
                         properties.insert(name.to_owned(), value);
