@@ -3,8 +3,8 @@
 
 mod common;
 
-use common::emulators;
 use common::script::{Script, copied, host, same_machine};
+use common::{emulators, is_tried};
 use serde_json::json;
 use std::fs;
 
@@ -79,9 +79,12 @@ const CONFIG: &str = r#"
 #[tokio::test]
 async fn lines_of_people_make_the_same_machine() {
     let mut failed = Vec::new();
-    for (label, emulator) in emulators() {
-        for machine in ["q35", "pc"] {
-            for (line, expected) in LINES {
+    for (number, (label, emulator)) in emulators().into_iter().enumerate() {
+        for (shift, machine) in ["q35", "pc"].into_iter().enumerate() {
+            for (case, (line, expected)) in LINES.iter().enumerate() {
+                if !is_tried(case + shift, number) {
+                    continue;
+                }
                 if line.contains("-fda") && machine == "q35" {
                     continue;
                 }

@@ -4,7 +4,7 @@
 mod common;
 
 use common::script::{Script, attach, copied, host, same_machine};
-use common::{Host, emulators};
+use common::{Host, emulators, is_tried};
 use longhaul_hypervisor::launch::Role;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
@@ -73,9 +73,12 @@ fn host_with_files() -> Host {
 #[tokio::test]
 async fn words_make_the_same_machine() {
     let mut failed = Vec::new();
-    for (label, emulator) in emulators() {
-        for machine in ["q35", "pc"] {
-            for (line, expected) in LINES {
+    for (number, (label, emulator)) in emulators().into_iter().enumerate() {
+        for (shift, machine) in ["q35", "pc"].into_iter().enumerate() {
+            for (case, (line, expected)) in LINES.iter().enumerate() {
+                if !is_tried(case + shift, number) {
+                    continue;
+                }
                 let line = line.replace("MACHINE", machine);
                 let host = host_with_files();
                 let script = Script::start(&host, &emulator, &line).await;

@@ -1,7 +1,7 @@
 //! Tests that a disk can be taken hold of however it was given: by which option, on which device,
 //! with which filters above it. The guest writes and checks its disk all the time.
 
-use crate::common::emulators;
+use crate::common::{emulators, is_tried};
 use crate::load::Load;
 use crate::payload::Qemu;
 use crate::setting::{Setting, assert_same, exact_picture, nobody_is_connected};
@@ -202,9 +202,12 @@ impl Form {
 }
 
 async fn all_go_through(forms: &[Form], formats: &[bool]) {
-    for (label, emulator) in emulators() {
-        for form in forms {
+    for (number, (label, emulator)) in emulators().into_iter().enumerate() {
+        for (case, form) in forms.iter().enumerate() {
             for qcow2 in formats {
+                if !is_tried(case + usize::from(*qcow2), number) {
+                    continue;
+                }
                 eprintln!("{label}: {}, qcow2: {qcow2}", form.name);
                 form.goes_through_and_back(&emulator, *qcow2).await;
             }
