@@ -21,6 +21,37 @@ const NOT_YET: [&str; 4] = [
     "relative-path",
 ];
 
+/// The lines that are tried with LONGHAUL_EVERY_CASE=1 only. What is special of them has other tests
+/// (`forms` and `words` of the hypervisor, `disk`).
+const AT_TIMES: [&str; 26] = [
+    "bare-path",
+    "below-a-manager",
+    "bitmap-persistent",
+    "cdrom-empty",
+    "default-card",
+    "drive-none-virtio",
+    "drive-virtio",
+    "fw-cfg",
+    "generation-id",
+    "ide-slots",
+    "nested-keys",
+    "net-legacy",
+    "numa",
+    "readconfig",
+    "sata",
+    "scsi-without-id",
+    "shared-memory",
+    "smbios",
+    "spare-cpus",
+    "stays-after-shutdown",
+    "tap-script",
+    "throttled-later",
+    "two-cards",
+    "two-queues",
+    "uefi-bios",
+    "uefi-variables",
+];
+
 /// The number of lines at a time: guests wait for most of their time.
 const JOBS: usize = 4;
 
@@ -47,6 +78,9 @@ fn every_line_has_the_expected_result() {
     let mut lines = lines();
     let ids: BTreeSet<String> = lines.iter().map(|line| line.id.clone()).collect();
     assert!(NOT_YET.iter().all(|id| ids.contains(*id)), "{NOT_YET:?}");
+    assert!(AT_TIMES.iter().all(|id| ids.contains(*id)), "{AT_TIMES:?}");
+    let every = std::env::var_os("LONGHAUL_EVERY_CASE").is_some();
+    lines.retain(|line| every || !AT_TIMES.contains(&line.id.as_str()));
     lines.retain(|line| match missing(line) {
         Some(what) => {
             assert!(!installed::all_required(), "{}: {what} is missing", line.id);

@@ -397,8 +397,7 @@ fn local_disk(
     };
     let allocated_bytes = match file.is_file() {
         true => (file.blocks() * 512).min(image_bytes),
-        false => used_bytes(&disk)
-            .map_err(|error| refused(format!("disk {name}: cannot read its volume: {error}")))?,
+        false => used_bytes(&disk),
     };
     Ok(LocalDisk {
         offered: OfferedDisk {
@@ -429,8 +428,9 @@ fn raw_size(described: &Described, image: &Image, known: &Known) -> ExportSize {
 }
 
 /// Estimates the bytes of a volume that are not zero, from a sample: a volume does not report which
-/// parts of it were never written.
-fn used_bytes(disk: &RawDisk) -> io::Result<u64> {
+/// parts of it were never written. A block that cannot be read counts as content: what becomes of
+/// it is the strategy's matter.
+fn used_bytes(disk: &RawDisk) -> u64 {
     let blocks = blocks_of(disk.size_bytes());
     let samples = blocks.min(VOLUME_SAMPLES);
     let (mut used, mut block) = (0, [0; BLOCK_SIZE]);
@@ -439,11 +439,13 @@ fn used_bytes(disk: &RawDisk) -> io::Result<u64> {
         let part = blocks / samples;
         let within = sample.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 16;
         let range = BlockRange::new(sample * part + within % part, 1);
-        read_blocks(disk, range, &mut block).map_err(io::Error::other)?;
-        used += u64::from(!longhaul_codec::is_zero(&block));
+        let is_zero =
+            read_blocks(disk, range, &mut block).is_ok() && longhaul_codec::is_zero(&block);
+        used += u64::from(!is_zero);
     }
     let bytes = u128::from(disk.size_bytes()) * u128::from(used) / u128::from(samples.max(1));
-    u64::try_from(bytes).map_err(io::Error::other)
+    // It is not more than the size.
+    bytes as u64
 }
 
 /// Returns which part of a disk a strategy leaves for the drain.
