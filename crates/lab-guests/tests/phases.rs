@@ -321,7 +321,7 @@ impl Stage {
         for pid in self.host(host).namespace().processes().unwrap() {
             let words = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             let words = String::from_utf8_lossy(&words);
-            if words.contains("longhaul") && !words.contains("agent\0") && words.contains("disk") {
+            if words.contains("\0disk-front\0") {
                 found.push(PathBuf::from(words.replace('\0', " ")));
             }
         }
