@@ -105,7 +105,7 @@ model: tests ## explore the handover in every order of events (a minute; deeper:
 # Guests wait for most of their time, so two lanes of tests run at once: these tests, and all others. What the
 # first lane says is shown when both have ended. Before that, what follows a guest's memory as it is written.
 ALONE := memory
-BESIDE := disks guests moves trouble
+BESIDE := disks guests moves one_file trouble
 TESTS := $(wildcard $(addsuffix /tests/*.rs,crates/* crates/lab/* checks model))
 TESTS += $(patsubst %/main.rs,%.rs,$(wildcard $(addsuffix /tests/*/main.rs,crates/*)))
 TESTS := $(filter-out $(ALONE) $(BESIDE),$(sort $(basename $(notdir $(TESTS)))))

@@ -16,8 +16,8 @@ use std::process::Command;
 /// The lines whose result is not yet the expected one.
 const NOT_YET: [&str; 3] = ["backup-runs", "nested-throttle", "relative-path"];
 
-/// The lines that are tried with LONGHAUL_EVERY_CASE=1 only. What is special of them has other tests
-/// (`forms` and `words` of the hypervisor, `disk`).
+/// The lines that are tried with LONGHAUL_EVERY_CASE=1 only. What is special of them has other
+/// tests (`forms` and `words` of the hypervisor, `disk`).
 const AT_TIMES: [&str; 27] = [
     "bare-path",
     "below-a-manager",
