@@ -246,7 +246,7 @@ impl Describing<'_> {
         self.nics.push(Nic {
             network,
             mac: seen.text("mac").to_ascii_lowercase(),
-            // It is looked at when the guest moves.
+            // The port is read when the guest moves.
             port: None,
         });
         Some(())

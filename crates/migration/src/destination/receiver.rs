@@ -243,8 +243,8 @@ impl Receiving {
         }
     }
 
-    /// Takes the result of a sync, and starts what is due after it. Whoever waits is told at last:
-    /// the steps after a sync can be what makes a disk durable.
+    /// Takes the result of a sync, and starts what is due after it. Waiters are notified last: the
+    /// steps after a sync can make a disk durable.
     fn synced(self: &Arc<Self>, region: RegionId, done: io::Result<()>) {
         self.lock().disks.synced(region, done);
         self.sync();
