@@ -58,7 +58,7 @@ use crate::limits::bandwidth::Throttle;
 use crate::limits::shared_dedup::Gangs;
 use crate::source::Source;
 use crate::status::archive::Archive;
-use crate::status::registry::{Registry, Taken};
+use crate::status::registry::Registry;
 use crate::status::{failure, in_doubt};
 use longhaul_api::{
     ApiError, ErrorCode, Limit, Migration, Outcome, Phase, Plan, PlanRequest, Probe, ProbeResult,
@@ -446,14 +446,14 @@ impl Manager {
     pub async fn reserve(&self, guest: &str) -> Result<Reservation, ApiError> {
         // Checked first: "the guest is on another host" is more useful to the caller than "busy".
         self.require_right(guest)?;
-        let reservation = self.context.registry.take(guest, Taken::Locally)?;
+        let reservation = self.context.registry.take_settled(guest).await?;
         self.require_right(guest)?;
         Ok(reservation)
     }
 
     /// Reserves a guest in order to end its copy here, even if the guest belongs to another host.
     pub async fn reserve_to_end(&self, guest: &str) -> Result<Reservation, ApiError> {
-        let reservation = self.context.registry.take(guest, Taken::Locally)?;
+        let reservation = self.context.registry.take_settled(guest).await?;
         match self.context.right(guest).holder {
             Holder::Here | Holder::Elsewhere(_) => Ok(reservation),
             holder => Err(failure::not_here(guest, &holder)),

@@ -4,13 +4,18 @@ use crate::host::lock::lock;
 use crate::status::changes::{Changes, Notable, Subscription};
 use crate::status::held::HeldGuests;
 use crate::status::migration::{Entry, Observer};
-use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, ReservedBy, Side, What};
+use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, RegionProgress, ReservedBy, Side, What};
 use longhaul_protocol::MigrationId;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+use tokio::time::{sleep, timeout};
 
 /// Limit on the number of ended migrations in the list.
 const ENDED_MAX: usize = 500;
+/// Time limit for a migration to clean up while a command waits, and the time between two looks.
+const SETTLE_LIMIT: Duration = Duration::from_secs(10);
+const SETTLE_PAUSE: Duration = Duration::from_millis(20);
 
 /// The known migrations of this host, and the reserved guests.
 #[derive(Debug, Default)]
@@ -244,6 +249,33 @@ impl Registry {
         })
     }
 
+    /// Reserves a guest for a command. Waits for a migration that has brought the guest here and
+    /// only cleans up: its source may have reported the end already.
+    pub(crate) async fn take_settled(&self, guest: &str) -> Result<Reservation, ApiError> {
+        let waited = timeout(SETTLE_LIMIT, async {
+            while self.is_cleaning_up(guest) {
+                sleep(SETTLE_PAUSE).await;
+            }
+        });
+        // After the limit, `take` says why not.
+        let _ = waited.await;
+        self.take(guest, Taken::Locally)
+    }
+
+    /// Returns whether a guest is reserved by a migration that has brought it here completely.
+    fn is_cleaning_up(&self, guest: &str) -> bool {
+        let Some(Taken::Moving(id, Side::Destination)) = self.taken(guest) else {
+            return false;
+        };
+        let is_complete = |entry: Arc<Entry>| {
+            let progress = entry.watch();
+            let regions = &progress.borrow().regions;
+            let blocks = |region: &RegionProgress| region.blocks_settled == region.blocks_total;
+            entry.phase() == Phase::Finishing && regions.iter().all(blocks)
+        };
+        self.find(id).is_some_and(is_complete)
+    }
+
     /// Returns the error for a guest that is reserved, with a hint.
     pub(crate) fn busy(&self, guest: &str, holder: Taken) -> ApiError {
         let (text, hint) = match holder {
@@ -319,6 +351,46 @@ mod tests {
         );
         drop(first);
         assert!(registry.take("web", Taken::Locally).is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_command_waits_for_a_migration_that_cleans_up_and_for_no_other() {
+        let registry = Arc::new(Registry::default());
+        let entry = entry(ID, Side::Destination);
+        registry.add(entry.clone());
+        let moving = registry
+            .take("web", Taken::Moving(ID, Side::Destination))
+            .unwrap();
+        let began = tokio::time::Instant::now();
+        assert!(registry.take_settled("web").await.is_err(), "it moves");
+        entry.enter(Phase::Finishing);
+        let region = RegionProgress {
+            name: "disk0".to_owned(),
+            blocks_total: 2,
+            blocks_settled: 1,
+            blocks_pending: 1,
+            disk: true,
+            strategy: None,
+            why: None,
+            waiting: None,
+            unreadable_byte: None,
+        };
+        entry.progress(|progress| progress.regions = vec![region]);
+        assert!(registry.take_settled("web").await.is_err(), "it fetches");
+        assert_eq!(began.elapsed(), Duration::ZERO);
+        entry.progress(|progress| progress.regions[0].blocks_settled = 2);
+        let command = tokio::spawn({
+            let registry = registry.clone();
+            async move { registry.take_settled("web").await.map(drop) }
+        });
+        sleep(SETTLE_LIMIT / 2).await;
+        assert!(!command.is_finished());
+        drop(moving);
+        command.await.unwrap().unwrap();
+        let _moving = registry
+            .take("web", Taken::Moving(ID, Side::Destination))
+            .unwrap();
+        assert!(registry.take_settled("web").await.is_err(), "the limit");
     }
 
     #[test]
