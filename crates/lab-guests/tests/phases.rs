@@ -378,10 +378,6 @@ fn make_disk(path: &Path) {
 
 fn every_act(when: When) {
     for act in ACTS {
-        // Not kept yet: the guest runs at the destination.
-        if act == Act::Pause && when != When::Drain {
-            continue;
-        }
         // QEMU's monitor does not answer while the agent is held there.
         if act == Act::PlugIn && !matches!(when, When::Drain | When::Passes) {
             continue;

@@ -163,6 +163,9 @@ pub enum OutgoingError {
         /// The QEMU's version.
         version: Version,
     },
+    /// The guest's owner paused it after the migration had begun.
+    #[error("the guest was paused while it moved")]
+    Paused,
     /// The migration failed earlier.
     #[error("the migration has failed: {0}")]
     Failed(String),

@@ -52,7 +52,13 @@ pub(crate) enum SourceQemuError {
 
 impl SourceQemuError {
     pub(crate) fn into_api(self) -> ApiError {
-        ApiError::new(ErrorCode::Qemu, self.to_string())
+        match self {
+            Self::Outgoing(OutgoingError::Paused) => {
+                ApiError::new(ErrorCode::GuestState, self.to_string())
+                    .hint("move it again: it then arrives paused; or resume it first")
+            }
+            _ => ApiError::new(ErrorCode::Qemu, self.to_string()),
+        }
     }
 }
 

@@ -26,13 +26,17 @@ const LET_GO_PATIENCE: Duration = Duration::from_millis(20);
 impl Migration {
     /// Freezes the guest, in the order that `stop`, SHUT and `postmigrate` must have.
     pub(super) async fn freeze(&self) -> Result<Frozen, OutgoingError> {
-        let shared = self.shared();
+        let (shared, qmp) = (self.shared(), self.qmp());
+        // The destination was told that the guest runs.
+        if self.before.running && self.answered(run_state(qmp), ANSWER_PATIENCE).await? == "paused"
+        {
+            return Err(OutgoingError::Paused);
+        }
         shared.rest();
         shared.rests().await;
         if let Some(End::Failed(error)) = shared.end() {
             return Err(error.into());
         }
-        let qmp = self.qmp();
         let must_be_paused = self.before.running && self.may_complete();
         if must_be_paused {
             // It writes nothing more, so it cannot complete between here and `stop`.
