@@ -39,7 +39,8 @@
 //! `QueryFiles` and offered by `OfferFiles`: each file is proved to be the same at both hosts.
 //!
 //! A guest with cards on special ports of bridges (VLANs, MTU, flags) is queried by `QueryPorts`
-//! and offered by `OfferPorts`, with or without such files.
+//! and offered by `OfferPorts`, with or without such files. `QueryPorts` also asks for a guest
+//! whether there is room for its disks.
 //!
 //! `Cancel` and `Aborted` may be sent at any time that the handover permits. After a lost
 //! connection the source opens a new channel with `Resume`, or with `Ask` to learn only the outcome
@@ -396,6 +397,8 @@ pub struct PortsQuery {
     pub asked: FilesQuery,
     /// The ports.
     pub ports: Vec<CardPort>,
+    /// The disks that move with the guest. The numbers of their regions have no meaning.
+    pub disks: Vec<OfferedDisk>,
 }
 
 /// A guest that is offered, with cards on special ports of bridges.

@@ -4,7 +4,7 @@
 //! The Hello of a connection negotiates the version of the messages; [`VERSION`] is the newest that
 //! this code supports.
 
-use crate::disk::{Base, Remaining, STRIPE_BYTES, STRIPE_PAGES};
+use crate::disk::{Base, OfferedDisk, Remaining, STRIPE_BYTES, STRIPE_PAGES};
 use crate::files::FileClaim;
 use crate::guest::GuestDescription;
 use crate::limits::{
@@ -181,17 +181,21 @@ impl Offer {
 impl DisksOffer {
     fn check(&self) -> Result<(), WireError> {
         self.offer.check()?;
-        let disks = self.disks.len() as u64;
-        limit("the number of disks", disks, REGIONS_MAX as u64)?;
-        let bases = self.disks.iter().filter_map(|disk| disk.base.as_ref());
-        let hot = bases.map(|base| base.hot.len() as u64).sum();
-        limit("the number of hot stripes", hot, HOT_STRIPES_MAX as u64)?;
-        self.disks.iter().try_for_each(|disk| {
-            name("a disk's name", &disk.name)?;
-            check_length(disk.image_bytes)?;
-            disk.base.iter().try_for_each(check_base)
-        })
+        check_disks(&self.disks)
     }
+}
+
+fn check_disks(disks: &[OfferedDisk]) -> Result<(), WireError> {
+    let count = disks.len() as u64;
+    limit("the number of disks", count, REGIONS_MAX as u64)?;
+    let bases = disks.iter().filter_map(|disk| disk.base.as_ref());
+    let hot = bases.map(|base| base.hot.len() as u64).sum();
+    limit("the number of hot stripes", hot, HOT_STRIPES_MAX as u64)?;
+    disks.iter().try_for_each(|disk| {
+        name("a disk's name", &disk.name)?;
+        check_length(disk.image_bytes)?;
+        disk.base.iter().try_for_each(check_base)
+    })
 }
 
 fn check_base(base: &Base) -> Result<(), WireError> {
@@ -252,6 +256,7 @@ impl Message for ToDestination {
             Self::QueryPorts(asked) => {
                 check_machine(&asked.asked.query.machine)?;
                 check_files(&asked.asked.files)?;
+                check_disks(&asked.disks)?;
                 check_ports(&asked.asked.query.guest, &asked.ports)
             }
             Self::OfferPorts(offered) => {
@@ -660,6 +665,7 @@ mod tests {
                 ToDestination::QueryPorts(Box::new(PortsQuery {
                     asked,
                     ports: ports.clone(),
+                    disks: Vec::new(),
                 })),
                 ToDestination::OfferPorts(Box::new(PortsOffer { offered, ports })),
             ]

@@ -81,8 +81,11 @@ impl Stage {
             .unwrap_or_else(|error| panic!("{error}: {output:?}\n{}", self.logs()))
     }
 
-    /// Asserts that a move is refused with this text, and nothing is changed.
+    /// Asserts that a plan and a move are refused with this text, and nothing is changed.
     fn refuses(&self, text: &str) {
+        let plan = self.plan(0);
+        assert_eq!(plan["possible"], false, "{plan}");
+        assert!(plan.to_string().contains(text), "{plan}");
         let to = self.lab.host(1).unwrap();
         let moving = self.product.migrate(0, GUEST, to, &[]).unwrap();
         let refused = moving.finish(LIMIT).unwrap();

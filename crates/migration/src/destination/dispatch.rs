@@ -5,6 +5,8 @@ use crate::destination::call::{Call, allows};
 use crate::destination::files::Bringing;
 use crate::destination::recovered::{AnswerError, Attempts};
 use crate::destination::{Destination, admission, attempt, files};
+use crate::disks::images;
+use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{
     DisksOffer, FilesOffer, FilesQuery, PortsOffer, PortsQuery, Query, ToDestination, ToSource,
@@ -15,6 +17,7 @@ use longhaul_storage::JournalError;
 use longhaul_transport::{Channel, CloseCode, Control, Permission};
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::task::block_in_place;
 
 /// Time limit for the first message of a channel.
 const FIRST_MESSAGE: Duration = Duration::from_secs(20);
@@ -92,17 +95,21 @@ async fn dispatch(
                 call.control.close(CloseCode::NotAllowed, reason);
                 return Ok(());
             }
-            answer_query(&context, call, &query, None).await
+            answer_query(&context, call, &query, &[], None).await
         }
         ToDestination::QueryFiles(asked) => {
             let FilesQuery { query, files } = *asked;
-            answer_files(&context, call, &query, &files).await
+            answer_files(&context, call, &query, &[], &files).await
         }
         ToDestination::QueryPorts(asked) => {
-            let PortsQuery { asked, ports } = *asked;
+            let PortsQuery {
+                asked,
+                ports,
+                disks,
+            } = *asked;
             let FilesQuery { mut query, files } = asked;
             port::put(&mut query.guest, ports);
-            answer_files(&context, call, &query, &files).await
+            answer_files(&context, call, &query, &disks, &files).await
         }
         ToDestination::Offer(offer) => {
             attempt::receive(context, call, (*offer, Vec::new()), None).await;
@@ -152,6 +159,7 @@ async fn answer_files(
     context: &Arc<Destination>,
     call: Call,
     query: &Query,
+    disks: &[OfferedDisk],
     files: &[FileClaim],
 ) -> Result<(), TalkError> {
     // A source that may only send guests asks this before a move.
@@ -161,7 +169,7 @@ async fn answer_files(
         call.control.close(CloseCode::NotAllowed, reason);
         return Ok(());
     }
-    answer_query(context, call, query, Some(files)).await
+    answer_query(context, call, query, disks, Some(files)).await
 }
 
 /// Sends all checks of a guest. If there are files that locks do not identify, asks for their
@@ -170,6 +178,7 @@ async fn answer_query(
     context: &Arc<Destination>,
     mut call: Call,
     query: &Query,
+    disks: &[OfferedDisk],
     claims: Option<&[FileClaim]>,
 ) -> Result<(), TalkError> {
     let Query { guest, machine } = query;
@@ -181,6 +190,8 @@ async fn answer_query(
         return call.sender.send(&ToSource::WantContent { files });
     }
     let mut answer = context.local_checks(guest, machine, false).await;
+    let misfits = block_in_place(|| images::misfits(context, guest, disks));
+    answer.checks.extend(misfits);
     answer.checks.extend(proof.checks);
     let files = proof.lacking;
     call.sender.send(&match files.is_empty() {

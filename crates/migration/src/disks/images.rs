@@ -18,7 +18,7 @@ use crate::host::writable;
 use longhaul_hypervisor::process::Account;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::{Disk, GuestDescription};
-use longhaul_protocol::message::{Offer, Refusal};
+use longhaul_protocol::message::{Check, Offer, Refusal, Verdict};
 use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{MigrationId, RegionId, RegionKind, RegionSpec};
 use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk, Volume, Zeros, is_volume, qcow2};
@@ -248,42 +248,78 @@ pub(crate) fn places(
             "{here}: the disks of the offer are not those of its guest"
         )));
     }
-    let mut places = Vec::new();
-    for disk in disks {
-        let room = look_for_room(context, &offer.guest, &disk.name)?;
-        let described = offer.guest.disks.iter().find(|one| one.name == disk.name);
-        let images = &context.parts.config.hypervisor.images;
-        let image = described.and_then(|described| images.get(&described.image));
-        if image.is_some_and(|image| !has_format(image, &disk.format)) {
-            let text = format!(
-                "{here} has another format for disk {} than it has now",
-                disk.name
-            );
-            return Err(refused(
-                text,
-                "give its image the same `format` on both hosts",
-            ));
-        }
-        let whole = disk.pulled == Pulled::Nothing && disk.base.is_none();
-        if described.is_some_and(|disk| disk.read_only) && !whole {
-            let text = format!("{here}: disk {} is read-only, and comes whole", disk.name);
-            return Err(invalid(text));
-        }
-        if !grows(disk) && disk.base.is_some() {
-            let text = format!("{here}: disk {} is raw, and stands on nothing", disk.name);
-            return Err(invalid(text));
-        }
-        let place = Place {
-            offered: disk.clone(),
-            room,
-        };
-        place.check_size(here)?;
-        let beginning = place.beginning();
-        beginning.map_err(|error| invalid(format!("{here}: disk {}: {error}", disk.name)))?;
-        places.push(place);
-    }
+    let places: Result<Vec<Place>, Refusal> = disks
+        .iter()
+        .map(|disk| place(context, &offer.guest, disk))
+        .collect();
+    let places = places?;
     enough_room(here, &places)?;
     Ok(places)
+}
+
+/// Returns the place of a disk, or why it cannot be here.
+fn place(
+    context: &Context,
+    guest: &GuestDescription,
+    disk: &OfferedDisk,
+) -> Result<Place, Refusal> {
+    let here = &context.parts.config.name;
+    let room = look_for_room(context, guest, &disk.name)?;
+    let described = guest.disks.iter().find(|one| one.name == disk.name);
+    let images = &context.parts.config.hypervisor.images;
+    let image = described.and_then(|described| images.get(&described.image));
+    if image.is_some_and(|image| !has_format(image, &disk.format)) {
+        let text = format!(
+            "{here} has another format for disk {} than it has now",
+            disk.name
+        );
+        return Err(refused(
+            text,
+            "give its image the same `format` on both hosts",
+        ));
+    }
+    let whole = disk.pulled == Pulled::Nothing && disk.base.is_none();
+    if described.is_some_and(|disk| disk.read_only) && !whole {
+        let text = format!("{here}: disk {} is read-only, and comes whole", disk.name);
+        return Err(invalid(text));
+    }
+    if !grows(disk) && disk.base.is_some() {
+        let text = format!("{here}: disk {} is raw, and stands on nothing", disk.name);
+        return Err(invalid(text));
+    }
+    let place = Place {
+        offered: disk.clone(),
+        room,
+    };
+    place.check_size(here)?;
+    let beginning = place.beginning();
+    beginning.map_err(|error| invalid(format!("{here}: disk {}: {error}", disk.name)))?;
+    Ok(place)
+}
+
+/// Returns why disks that would come do not fit here: their places exist, and are too small or of
+/// another format.
+pub(crate) fn misfits(
+    context: &Context,
+    guest: &GuestDescription,
+    disks: &[OfferedDisk],
+) -> Vec<Check> {
+    let (mut places, mut refusals) = (Vec::new(), Vec::new());
+    // A disk without a place is reported for the guest itself.
+    let has_place = |disk: &&OfferedDisk| look_for_room(context, guest, &disk.name).is_ok();
+    for disk in disks.iter().filter(has_place) {
+        match place(context, guest, disk) {
+            Ok(place) => places.push(place),
+            Err(refusal) => refusals.push(refusal),
+        }
+    }
+    refusals.extend(enough_room(&context.parts.config.name, &places).err());
+    let check = |refusal: Refusal| Check {
+        verdict: Verdict::Refused,
+        text: refusal.text,
+        hint: refusal.hint,
+    };
+    refusals.into_iter().map(check).collect()
 }
 
 /// Returns the free space of a folder's file system, in bytes, if it can be read.

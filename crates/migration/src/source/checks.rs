@@ -12,6 +12,7 @@ use longhaul_hypervisor::attach::look_again;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::observe::{self, Blocker};
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use std::fmt::Display;
@@ -37,6 +38,8 @@ pub(crate) struct Examined {
     /// Whether its owner has paused it.
     pub(crate) paused: bool,
     pub(crate) known: Known,
+    /// The disks that move, as far as they can. The numbers of their regions have no meaning.
+    pub(crate) disks: Vec<OfferedDisk>,
     /// Empty if the guest can leave.
     pub(crate) reasons: Vec<Reason>,
 }
@@ -128,8 +131,15 @@ pub(crate) async fn examine(
         let description = guest.description();
         local_disks::each(context, description, disks, &known, (&[], &[]))
     });
-    let refused = local.into_iter().filter_map(Result::err);
-    for error in refused {
+    let mut moving = Vec::new();
+    for disk in local {
+        let error = match disk {
+            Ok(disk) => {
+                moving.push(disk.offered);
+                continue;
+            }
+            Err(error) => error,
+        };
         // A guest that was attached to was asked for its disks already.
         let known = reasons
             .iter()
@@ -143,6 +153,7 @@ pub(crate) async fn examine(
         described,
         paused,
         known,
+        disks: moving,
         reasons,
     })
 }

@@ -8,6 +8,7 @@ use channel::TalkError;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::has_open;
+use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::files::{FileClaim, FileKind};
 use longhaul_protocol::guest::{Disk, GuestDescription};
 use longhaul_protocol::message::{
@@ -236,18 +237,23 @@ impl Held {
     }
 }
 
-/// Asks a destination for all checks of a move of a guest with these files.
+/// Asks a destination for all checks of a move of a guest with these disks and files.
 pub(crate) async fn ask(
     context: &Context,
     control: &Control,
     mut query: Query,
+    disks: &[OfferedDisk],
     held: &mut Held,
 ) -> Result<Asked, AskError> {
     let ports = port::take(&mut query.guest);
+    // An older peer is not asked for its room: it refuses the offer.
+    let has_room_query = control.peer().version >= VERSION_OF_PORTS;
+    let disks = if has_room_query { disks } else { &[] };
+    let is_plain = ports.is_empty() && disks.is_empty();
     let unasked = held
         .unasked(control)
         .or_else(|| unasked_ports(control, &ports));
-    if held.is_empty() && ports.is_empty() || unasked.is_some() {
+    if held.is_empty() && is_plain || unasked.is_some() {
         let question = ToDestination::Query(Box::new(query));
         return match answer(control, &question, ANSWER_WITHIN).await? {
             ToSource::Answer(answer) => Ok(Asked {
@@ -263,11 +269,12 @@ pub(crate) async fn ask(
             query: query.clone(),
             files: held.claims().to_vec(),
         };
-        let question = match ports.is_empty() {
+        let question = match is_plain {
             true => ToDestination::QueryFiles(Box::new(asked)),
             false => ToDestination::QueryPorts(Box::new(PortsQuery {
                 asked,
                 ports: ports.clone(),
+                disks: disks.to_vec(),
             })),
         };
         let limit = ANSWER_WITHIN + held.reading_time();

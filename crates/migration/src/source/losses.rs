@@ -1,15 +1,24 @@
-//! Warns of what a move loses of a guest: dirty bitmaps of backups, and limits on disks.
+//! Warns of what a move loses of a guest: dirty bitmaps of backups, and limits on disks that were
+//! set at run time.
 
 use longhaul_api::Check;
 use longhaul_hypervisor::disk::{self, Limits, LostBitmap};
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
+use longhaul_protocol::guest::GuestDescription;
 
 /// Returns a warning for each loss.
-pub(crate) async fn checks(qmp: &Qmp, destination: &str) -> Result<Vec<Check>, QmpError> {
+pub(crate) async fn checks(
+    qmp: &Qmp,
+    guest: &GuestDescription,
+    destination: &str,
+) -> Result<Vec<Check>, QmpError> {
     let losses = disk::losses(qmp).await?;
-    let bitmaps = losses.bitmaps.iter().map(bitmap);
-    let limits = losses.limits.iter().map(|one| limits(one, destination));
-    Ok(bitmaps.chain(limits).collect())
+    let mut checks: Vec<Check> = losses.bitmaps.iter().map(bitmap).collect();
+    // The description of a guest that was attached to holds its limits.
+    if guest.hardware.is_none() {
+        checks.extend(losses.limits.iter().map(|one| limits(one, destination)));
+    }
+    Ok(checks)
 }
 
 fn bitmap(lost: &LostBitmap) -> Check {

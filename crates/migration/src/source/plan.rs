@@ -21,6 +21,7 @@ use longhaul_hypervisor::dirty_rate;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_hypervisor::tested;
+use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::message::{self, Query, Verdict};
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
@@ -79,7 +80,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     }
     // Reserved, so that nothing else controls this QEMU meanwhile.
     let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
-    let (query, look, mut known) = look_here(context, &candidate, &mut plan).await?;
+    let (query, disks, look, mut known) = look_here(context, &candidate, &mut plan).await?;
     let about = About {
         context: source.context.clone(),
         guest: request.guest.clone(),
@@ -88,7 +89,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     };
     let companions = source.companions(&about);
     plan.checks.extend(companions.look(&candidate.guest));
-    let (control, lacking) = ask_there(context, &candidate, query, &mut plan).await;
+    let (control, lacking) = ask_there(context, &candidate, (query, &disks), &mut plan).await;
     if control.is_some() {
         measure_link(context, &mut plan).await;
     }
@@ -181,7 +182,7 @@ async fn look_here(
     context: &Context,
     candidate: &Candidate,
     plan: &mut Plan,
-) -> Result<(Query, Look, Known), ApiError> {
+) -> Result<(Query, Vec<OfferedDisk>, Look, Known), ApiError> {
     let guests = &context.parts.guests;
     let lease = guests.lease(&candidate.guest, COMMAND_TIMEOUT).await;
     let lease = lease.map_err(|error| qemu(&error))?;
@@ -191,6 +192,7 @@ async fn look_here(
         machine,
         described: guest,
         known,
+        disks,
         reasons,
         ..
     } = examined;
@@ -210,12 +212,12 @@ async fn look_here(
     plan.checks
         .extend(reasons.into_iter().map(Reason::into_check));
     plan.checks.extend(described::ports(&guest));
-    let losses = losses::checks(qmp, &candidate.host.name).await;
+    let losses = losses::checks(qmp, &guest, &candidate.host.name).await;
     plan.checks.extend(losses.map_err(|error| qemu(&error))?);
     let query = Query { guest, machine };
     let mut seen = Look::default();
     if !has_memory {
-        return Ok((query, seen, known));
+        return Ok((query, disks, seen, known));
     }
     let outbound = SourceQemu::attach(guests.clone(), candidate.guest.clone(), lease).await;
     let outbound = outbound.map_err(SourceQemuError::into_api)?;
@@ -224,7 +226,7 @@ async fn look_here(
     seen = *looking.borrow();
     plan.memory_used_bytes = seen.used_bytes;
     plan.dirty_rate_bytes_per_s = seen.dirty_bytes_per_s;
-    Ok((query, seen, known))
+    Ok((query, disks, seen, known))
 }
 
 /// Findings about a guest's memory.
@@ -302,7 +304,7 @@ fn sample(
 async fn ask_there(
     context: &Arc<Context>,
     candidate: &Candidate,
-    query: Query,
+    (query, disks): (Query, &[OfferedDisk]),
     plan: &mut Plan,
 ) -> (Option<Control>, Vec<String>) {
     let host = &candidate.host.name;
@@ -325,7 +327,7 @@ async fn ask_there(
         plan.checks.push(refused_here(error));
         Held::default()
     });
-    let asked = files::ask(context, &control, query, &mut held).await;
+    let asked = files::ask(context, &control, query, disks, &mut held).await;
     control.close(CloseCode::Done, "asked and answered");
     let mut lacking = Vec::new();
     match asked {

@@ -33,6 +33,7 @@ use longhaul_engine::handover::{self, Record, Terms};
 use longhaul_engine::source::{Source as Engine, SourceError};
 use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
+use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::message::{
     DisksOffer, FilesOffer, Keeps, Offer, PortsOffer, Query, ToDestination, ToSource, Verdict,
 };
@@ -183,6 +184,7 @@ impl Preparing {
             described,
             paused,
             mut known,
+            disks,
             reasons,
         } = examined;
         if let Some(reason) = reasons.into_iter().next() {
@@ -200,7 +202,7 @@ impl Preparing {
             guest: described.clone(),
             machine: machine.clone(),
         };
-        let lacking = self.ask(&control, query, &mut held).await?;
+        let lacking = self.ask(&control, query, &disks, &mut held).await?;
         self.unless_cancelled(companions.prepare(guest)).await??;
         let mut outbound = SourceQemu::attach(guests.clone(), guest.clone(), lease)
             .await
@@ -344,13 +346,14 @@ impl Preparing {
         &self,
         control: &Control,
         query: Query,
+        disks: &[OfferedDisk],
         held: &mut Held,
     ) -> Result<Vec<String>, ApiError> {
         if held.is_empty() && query.guest.nics.iter().all(|nic| nic.port.is_none()) {
             return Ok(Vec::new());
         }
         let host = &self.candidate.host.name;
-        let asking = files::ask(&self.source, control, query, held);
+        let asking = files::ask(&self.source, control, query, disks, held);
         let Answered { checks, lacking } = match self.unless_cancelled(asking).await? {
             Ok(asked) => asked,
             Err(AskError::Here(error)) => return Err(error),
