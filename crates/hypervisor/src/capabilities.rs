@@ -62,6 +62,8 @@ pub struct Capabilities {
     pub firmware: BTreeSet<String>,
     /// Names of the kernels.
     pub kernels: BTreeSet<String>,
+    /// Names of the folders that guests may share with this host, and whether each is there.
+    pub folders: BTreeMap<String, bool>,
 }
 
 /// The capabilities of one emulator.
@@ -192,6 +194,7 @@ impl Prober {
             user_networks: user_networks(&self.config),
             firmware: self.config.firmware.keys().cloned().collect(),
             kernels: self.config.kernels.keys().cloned().collect(),
+            folders: folders(&self.config),
         })
     }
 
@@ -364,6 +367,7 @@ pub fn can_run(
     question.accelerator(&mut checks);
     question.memory(&mut checks);
     question.names(&mut checks);
+    question.folders(&mut checks);
     question.cards(&mut checks);
     checks
 }
@@ -642,6 +646,32 @@ impl<'a> Question<'a> {
         }
     }
 
+    fn folders(&self, checks: &mut Vec<Check>) {
+        let host = self.host;
+        let names: BTreeSet<&str> = hardware::folders(self.guest).collect();
+        for name in names {
+            let check = match self.capabilities.folders.get(name) {
+                Some(true) => Check {
+                    verdict: Verdict::Warning,
+                    text: format!(
+                        "folder {name} that the guest shares is the one of {host} afterwards: its \
+                         content does not move along"
+                    ),
+                    hint: Some("copy it, or use a file system that both hosts have".to_owned()),
+                },
+                Some(false) => self.refuse(
+                    format!("folder {name} of its configuration is not there"),
+                    format!("make that folder on {host}"),
+                ),
+                None => self.refuse(
+                    format!("it has no folder called {name}"),
+                    format!("add {name} under [folders] in the configuration of {host}"),
+                ),
+            };
+            checks.push(check);
+        }
+    }
+
     fn names(&self, checks: &mut Vec<Check>) {
         let (guest, here) = (self.guest, self.capabilities);
         let flash = guest.hardware.as_ref().and_then(|it| it.flash.as_ref());
@@ -689,6 +719,14 @@ impl<'a> Question<'a> {
             }
         }
     }
+}
+
+/// Returns the folders of a configuration, and whether each is there.
+fn folders(config: &HostConfig) -> BTreeMap<String, bool> {
+    let folders = config.folders.iter();
+    folders
+        .map(|(name, path)| (name.clone(), path.is_dir()))
+        .collect()
 }
 
 /// Returns the user networks of a configuration, and whether each reaches what this host reaches.

@@ -48,6 +48,7 @@ fn host() -> Capabilities {
         user_networks: BTreeMap::new(),
         firmware: names("ovmf"),
         kernels: names("tiny"),
+        folders: BTreeMap::from([("public".to_owned(), true), ("gone".to_owned(), false)]),
     }
 }
 
@@ -472,4 +473,38 @@ fn a_device_whose_module_is_not_installed_is_named() {
             );
         }
     }
+}
+
+#[test]
+fn a_folder_is_needed_there_and_its_content_stays() {
+    let with = |guest: &mut GuestDescription, name: &str| {
+        let mut hardware = Hardware::default();
+        let key = |key: &str| format!("fsdev.000.{key}");
+        hardware.settings.insert(key("id"), "f".to_owned());
+        hardware.settings.insert(key("folder"), name.to_owned());
+        guest.hardware = Some(hardware);
+    };
+    let texts = |name: &str| {
+        let mut guest = sample();
+        with(&mut guest, name);
+        let mut checks = Vec::new();
+        let capabilities = host();
+        let question = Question {
+            host: "paris-2",
+            guest: &guest,
+            machine: None,
+            capabilities: &capabilities,
+        };
+        question.folders(&mut checks);
+        let check = checks.pop().unwrap();
+        (check.verdict, check.text)
+    };
+    let (verdict, text) = texts("public");
+    assert_eq!(verdict, Verdict::Warning, "{text}");
+    let (verdict, text) = texts("gone");
+    assert_eq!(verdict, Verdict::Refused);
+    assert!(text.contains("folder gone of its configuration"), "{text}");
+    let (verdict, text) = texts("secret");
+    assert_eq!(verdict, Verdict::Refused);
+    assert!(text.contains("has no folder called secret"), "{text}");
 }

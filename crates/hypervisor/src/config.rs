@@ -36,6 +36,9 @@ pub struct HostConfig {
     /// Kernels for guests that do not boot from a disk, by name.
     #[serde(default)]
     pub kernels: BTreeMap<String, KernelFiles>,
+    /// Folders that guests see by 9p, by name.
+    #[serde(default)]
+    pub folders: BTreeMap<String, PathBuf>,
 }
 
 /// QEMU on this host.
@@ -356,6 +359,7 @@ impl HostConfig {
             .map_err(|text| problem("qemu.default".to_owned(), text))?;
         let emulators = labelled("qemu.emulators", &self.qemu.emulators);
         let firmware = labelled("firmware", &self.firmware);
+        let folders = labelled("folders", &self.folders);
         let images = self
             .images
             .iter()
@@ -372,6 +376,7 @@ impl HostConfig {
         for (key, path) in state
             .chain(emulators)
             .chain(firmware)
+            .chain(folders)
             .chain(images)
             .chain(kernels)
             .chain(initrds)
@@ -490,6 +495,8 @@ mod tests {
         ovmf = "/usr/share/ovmf/OVMF.fd"
         [kernels.tiny]
         kernel = "/srv/vmlinuz"
+        [folders]
+        public = "/srv/public"
     "#;
 
     fn load(text: &str) -> Result<HostConfig, String> {
@@ -592,6 +599,7 @@ mod tests {
                 "`kernels.tiny.kernel` is `vmlinuz`: write the whole",
             ),
             ("/srv/images/", "images/", "`images.debian.path` is"),
+            ("/srv/public", "public", "`folders.public` is `public`"),
             (
                 "br0",
                 "a,b",

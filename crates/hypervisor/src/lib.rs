@@ -37,6 +37,7 @@ pub mod tested;
 
 pub use capabilities::Accelerator;
 pub use command_line::ResolveError;
+pub use hardware::folders;
 pub use manager::Guest;
 pub use open_files::has_open;
 pub use qmp::Qmp;

@@ -45,8 +45,11 @@ const OF_THE_HOST: [&str; 10] = [
     "drive", "chardev", "netdev", "iothread", "memdev", "rng", "romfile", "audiodev", "werror",
     "rerror",
 ];
-/// Lines of the device tree that the guest's firmware changes.
-const BY_GUEST: [&str; 4] = ["bar ", "class ", "mmio ", "MCFG = "];
+/// Lines of the device tree that the guest's firmware changes: `busnr` is the number of a bus by its
+/// bridge, and `addr 0.1, port 1, ...` a device's address on a USB bus.
+const BY_GUEST: [&str; 6] = ["bar ", "class ", "mmio ", "MCFG = ", "busnr = ", "addr "];
+/// The place of a device on its bus, which begins in the same way.
+const PLACE: &str = "addr = ";
 /// The most differences that are reported.
 const SHOWN_MAX: usize = 12;
 
@@ -170,11 +173,12 @@ fn without_numbers(text: &str) -> String {
 
 /// Returns the lines of `info qtree` without the addresses that the guest gives to its devices.
 fn lines(text: &str) -> Vec<String> {
-    let fixed = text.lines().filter(|line| {
-        let by_guest = |word: &str| line.trim_start().starts_with(word);
-        !BY_GUEST.into_iter().any(by_guest)
-    });
+    let fixed = text.lines().filter(|line| !is_by_guest(line.trim_start()));
     fixed.map(without_numbers).collect()
+}
+
+fn is_by_guest(line: &str) -> bool {
+    !line.starts_with(PLACE) && BY_GUEST.iter().any(|word| line.starts_with(word))
 }
 
 /// Returns the devices of `info qtree`, one line for each property, in one order: a bus names its
@@ -193,7 +197,7 @@ fn devices(tree: &str) -> Vec<String> {
             let address = lines
                 .clone()
                 .take_while(|next| !next.trim().starts_with("dev: "));
-            let mut address = address.filter_map(|next| next.trim().strip_prefix("addr = "));
+            let mut address = address.filter_map(|next| next.trim().strip_prefix(PLACE));
             let place = address.next().unwrap_or_default();
             path.push((depth, format!("{kind}@{place}")));
             found.push(shown(&path));
@@ -203,7 +207,7 @@ fn devices(tree: &str) -> Vec<String> {
             path.push((depth, number.to_owned()));
         } else if let Some((name, value)) = text.split_once(" = ")
             && !OF_THE_HOST.contains(&name)
-            && !BY_GUEST.iter().any(|word| text.starts_with(word))
+            && !is_by_guest(text)
         {
             found.push(format!("{}: {name} = {value}", shown(&path)));
         }

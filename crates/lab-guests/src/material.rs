@@ -121,8 +121,9 @@ impl Material {
 
     /// Makes what every line may name.
     fn fixed(&mut self, stage: &Stage, run: &Path) -> Result<(), LabError> {
-        let share = run.join("share");
+        let share = self.share(stage, SOURCE)?;
         make_folder(&share)?;
+        make_folder(&self.share(stage, DESTINATION)?)?;
         let (up, down) = (run.join("ifup"), run.join("ifdown"));
         let script = format!("#!/bin/sh\nip link set \"$1\" master {BRIDGE} up\n");
         self.put(&up, script.as_bytes(), 0o755)?;
@@ -295,6 +296,15 @@ impl Material {
         Ok(())
     }
 
+    /// Returns the folder that a guest shares with a host.
+    fn share(&self, stage: &Stage, host: usize) -> Result<PathBuf, LabError> {
+        let folder = match host {
+            SOURCE => stage.run_folder()?,
+            _ => stage.images(host)?,
+        };
+        Ok(folder.join("share"))
+    }
+
     /// Makes the TAPs that a line expects, unless a script of it makes them.
     fn interfaces(&self, stage: &Stage, line: &Line) -> Result<(), LabError> {
         let host = stage.host(SOURCE)?.namespace();
@@ -355,7 +365,12 @@ impl Material {
     }
 
     /// Returns the tables of the configuration of a host for this line.
-    pub(crate) fn configuration(&self, line: &Line, host: usize) -> Result<toml::Table, LabError> {
+    pub(crate) fn configuration(
+        &self,
+        stage: &Stage,
+        line: &Line,
+        host: usize,
+    ) -> Result<toml::Table, LabError> {
         let text = |path: &Path| toml::Value::from(path.display().to_string());
         let emulator = installed::qemu(&line.qemu)?;
         let emulators = toml::Table::from_iter([(line.qemu.clone(), text(&emulator))]);
@@ -383,6 +398,8 @@ impl Material {
             ("cut-off".to_owned(), "user".into()),
             ("world".to_owned(), "nat".into()),
         ]);
+        let folder = text(&self.share(stage, host)?);
+        let folders = toml::Table::from_iter([("share".to_owned(), folder)]);
         let mut firmware = toml::Table::new();
         let known = [("ovmf", OVMF), ("code", OVMF_CODE), ("secure", OVMF_SECURE)];
         for (name, path) in known.into_iter().chain([("seabios", SEABIOS)]) {
@@ -405,6 +422,7 @@ impl Material {
             ("images".to_owned(), images.into()),
             ("networks".to_owned(), networks.into()),
             ("firmware".to_owned(), firmware.into()),
+            ("folders".to_owned(), folders.into()),
         ]);
         if !kernel.is_empty() {
             let kernels = toml::Table::from_iter([("k".to_owned(), toml::Value::from(kernel))]);

@@ -23,6 +23,10 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 /// How long the firmware may take to reach the boot sector. Guests without one are moved while they
 /// search for it.
 const BOOT_LIMIT: Duration = Duration::from_secs(4);
+/// How long the firmware may take to give the screen's memory its addresses.
+const SCREEN_LIMIT: Duration = Duration::from_secs(60);
+/// The class of a screen, as the first byte of a PCI device's class.
+const DISPLAY: u64 = 3;
 /// The beginning of the addresses at which the boot sector runs.
 const BOOT_ADDRESS: &str = "7c0";
 /// Parts of output that every start may have.
@@ -116,7 +120,8 @@ fn prepare(line: &Line, made: &Material, socket: &Path) -> Result<(), LabError> 
     if !continued {
         qmp.execute("cont", &json!({}))?;
     }
-    wait_for_boot(&mut qmp)
+    wait_for_boot(&mut qmp)?;
+    wait_for_screen(&mut qmp)
 }
 
 fn spawn(stage: &Stage, order: &Path, log: &Path) -> Result<Child, LabError> {
@@ -184,6 +189,36 @@ impl Starting<'_> {
 
 fn is_noise(line: &str) -> bool {
     line.trim().is_empty() || NOISE.iter().any(|part| line.contains(part))
+}
+
+/// Waits until the firmware of a guest that runs has given the memory of its screen an address.
+fn wait_for_screen(qmp: &mut Qmp) -> Result<(), LabError> {
+    if qmp.execute("query-status", &json!({}))?["status"] != "running" {
+        return Ok(());
+    }
+    process::wait_until(SCREEN_LIMIT, || {
+        // Machines without PCI refuse to answer.
+        let buses = qmp.execute("query-pci", &json!({}));
+        buses.as_ref().map_or(true, has_screen) || interrupt::requested()
+    });
+    interrupt::check()
+}
+
+fn has_screen(buses: &Value) -> bool {
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let devices = list(buses)
+        .into_iter()
+        .flat_map(|bus| list(&bus["devices"]));
+    let is_screen =
+        |device: &Value| device["class_info"]["class"].as_u64().unwrap_or(0) >> 8 == DISPLAY;
+    let mut regions = devices
+        .filter(is_screen)
+        .flat_map(|device| list(&device["regions"]));
+    // The seventh is that of the option ROM.
+    regions.all(|region| {
+        let placed = region["address"].as_i64().is_some_and(|at| at > 0);
+        region["type"] != "memory" || region["bar"] == 6 || placed
+    })
 }
 
 /// Waits until the guest runs its boot sector; goes on without it after a while.

@@ -4,7 +4,7 @@ use crate::words;
 use longhaul_lab::agent::Agent;
 use longhaul_lab::error::{During, LabError};
 use longhaul_lab::guest::KernelFiles;
-use longhaul_lab::lab::{Host, Lab, Plan};
+use longhaul_lab::lab::{Host, Lab, Plan, say};
 use longhaul_lab::link::spec::ParseLinkError;
 use longhaul_lab::process::{self, ProcessId};
 use longhaul_lab::product::{Product, Settings};
@@ -52,6 +52,22 @@ pub(crate) struct Said {
     pub(crate) err: String,
 }
 
+/// Lets programs open TAPs that are not root any more, as udev does.
+fn open_tun() -> Result<(), LabError> {
+    let path = Path::new("/dev/net/tun");
+    let during = || format!("open {} to all users", path.display());
+    let mode = fs::metadata(path).during(during)?.permissions().mode();
+    if mode & 0o666 != 0o666 {
+        let all = fs::Permissions::from_mode(mode | 0o666);
+        fs::set_permissions(path, all).during(during)?;
+        say(&format!(
+            "opened {} to all users, as udev does",
+            path.display()
+        ));
+    }
+    Ok(())
+}
+
 impl Stage {
     pub(crate) fn make() -> Result<Self, LabError> {
         let link = LINK.parse();
@@ -61,6 +77,7 @@ impl Stage {
             link: link.map_err(|error: ParseLinkError| LabError::Link(error.to_string()))?,
             seed: 1,
         })?;
+        open_tun()?;
         let mut others = Vec::new();
         for host in lab.hosts() {
             let bridge = format!("link add {BRIDGE} type bridge\nlink set {BRIDGE} up\n");

@@ -95,8 +95,8 @@ pub(crate) fn run(stage: &mut Stage, line: &Line, hidden: bool) -> Result<Row, L
 fn prepare_and_try(stage: &mut Stage, line: &Line, row: &mut Row) -> Result<(), LabError> {
     let made = Material::make(stage, line)?;
     let tables = [
-        made.configuration(line, SOURCE)?,
-        made.configuration(line, DESTINATION)?,
+        made.configuration(stage, line, SOURCE)?,
+        made.configuration(stage, line, DESTINATION)?,
     ];
     stage.begin(&tables)?;
     let began = Instant::now();

@@ -4,8 +4,9 @@ use super::found::{Found, Inserted, Medium, Origin, Seen, made};
 use super::names::Names;
 use super::options::{CommandLine, shown};
 use super::words::Words;
-use super::{cards, drives, limits, properties};
+use super::{cards, drives, limits, more_options, properties};
 use crate::description::{self, Chipset, is_name};
+use crate::hardware::families::FSDEV;
 use crate::hardware::tables::{Bus, Model, Serves, VGAS};
 use crate::observe::{Blocker, pci_place};
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
@@ -270,6 +271,7 @@ impl Describing<'_> {
         settings.append(&mut self.settings);
         self.spare(&mut settings);
         self.firmware_files(line, &mut settings);
+        self.folders(line, &mut settings);
         let memory = self.memory(line, &mut settings);
         if self.found.memory_bytes & ((1 << 20) - 1) != 0 {
             self.refuse("its memory is no whole number of MiB".to_owned(), RESTART);
@@ -304,6 +306,23 @@ impl Describing<'_> {
         hardware.flash = self.flash();
         self.onboard();
         hardware
+    }
+
+    /// Adds the folders that the guest shares with this host.
+    fn folders(&mut self, line: &CommandLine, settings: &mut BTreeMap<String, String>) {
+        for words in &line.folders {
+            let name = self.names.folder(words.get("path").unwrap_or_default());
+            let Some(name) = self.accept(name) else {
+                continue;
+            };
+            let mut words = words.clone();
+            words.take("path");
+            words.put("folder", &name);
+            match more_options::pairs(&FSDEV, &words) {
+                Ok(pairs) => FSDEV.add(settings, pairs),
+                Err(blockers) => self.refusals.extend(blockers),
+            }
+        }
     }
 
     /// Refuses devices that come with the machine and cannot be requested again.

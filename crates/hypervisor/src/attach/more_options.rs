@@ -5,6 +5,7 @@ use super::words::Words;
 use crate::hardware::families::{Family, NUMA, SMBIOS};
 use crate::hardware::more::LIMITS;
 use crate::hardware::tables::Kind;
+use crate::observe::Blocker;
 
 use Meaning::{Local, Machine, Never};
 
@@ -167,6 +168,7 @@ impl CommandLine {
                 words.put("driver", value);
                 late.drives.push(words);
             }
+            "fsdev" => self.folder(Words::read(value, "fsdriver")),
             "fw_cfg" => self.firmware_file(&Words::read(value, "name")),
             "localtime" => self.setting("rtc.base", "localtime"),
             "rtc-td-hack" | "tdf" => self.setting("rtc.driftfix", "slew"),
@@ -175,9 +177,21 @@ impl CommandLine {
                 self.setting("global.kvm-pit.lost_tick_policy", "discard");
             }
             "m" => self.memory_words(value),
-            "numa" => self.family(&NUMA, &Words::read(value, "type"), &[]),
+            "numa" => self.family(&NUMA, &Words::read(value, "type")),
             "smbios" => self.smbios(&Words::read(value, "")),
             "set" => self.set(value),
+            "virtfs" => {
+                let mut words = Words::read(value, "fsdriver");
+                let tag = words.take("mount_tag").unwrap_or_default();
+                let id = words.take("id").unwrap_or_else(|| tag.clone());
+                words.put("id", &id);
+                self.folder(words);
+                let mut device = Words::default();
+                device.put("driver", "virtio-9p-pci");
+                device.put("fsdev", &id);
+                device.put("mount_tag", &tag);
+                self.devices.push(device);
+            }
             "global" => self.global(value),
             _ => return false,
         }
@@ -185,25 +199,11 @@ impl CommandLine {
     }
 
     /// Adds an option to a family; refuses by name what cannot be made again.
-    fn family(&mut self, family: &Family, words: &Words, local: &[&str]) {
-        let mut pairs = Vec::new();
-        for (key, value) in words.iter().filter(|(key, _)| !local.contains(key)) {
-            match family.key(key) {
-                Some(kind) if kind.takes(&kind.normal(value)) => {
-                    pairs.push((key.to_owned(), kind.normal(value)));
-                }
-                _ => self.refuse(
-                    format!(
-                        "option -{} of its command line: {}={} cannot be made again elsewhere",
-                        family.name(),
-                        shown(key),
-                        shown(value)
-                    ),
-                    WITHOUT,
-                ),
-            }
+    fn family(&mut self, family: &Family, words: &Words) {
+        match pairs(family, words) {
+            Ok(pairs) => family.add(&mut self.settings, pairs),
+            Err(refusals) => self.refusals.extend(refusals),
         }
-        family.add(&mut self.settings, pairs);
     }
 
     fn smbios(&mut self, words: &Words) {
@@ -216,7 +216,20 @@ impl CommandLine {
                 return;
             }
         }
-        self.family(&SMBIOS, words, &[]);
+        self.family(&SMBIOS, words);
+    }
+
+    fn folder(&mut self, mut words: Words) {
+        match words.take("fsdriver").as_deref() {
+            Some("local") => self.folders.push(words),
+            driver => self.refuse(
+                format!(
+                    "option -fsdev of its command line: driver {} serves no folder of the host",
+                    shown(driver.unwrap_or("?"))
+                ),
+                "use `local`, or start the guest without it",
+            ),
+        }
     }
 
     fn firmware_file(&mut self, words: &Words) {
@@ -312,6 +325,36 @@ impl CommandLine {
             driver => self.setting(&format!("global.{driver}.{property}"), value),
         }
     }
+}
+
+/// Returns the keys and values of an option of a family, or why it cannot be made again.
+pub(super) fn pairs(family: &Family, words: &Words) -> Result<Vec<(String, String)>, Vec<Blocker>> {
+    let pairs: Vec<_> = words.iter().collect();
+    let fits = |(key, value): &&(&str, &str)| {
+        let kind = family.key(key);
+        kind.is_some_and(|kind| kind.takes(&kind.normal(value)))
+    };
+    let refusals: Vec<Blocker> = pairs
+        .iter()
+        .filter(|pair| !fits(pair))
+        .map(|(key, value)| Blocker {
+            text: format!(
+                "option -{} of its command line: {}={} cannot be made again elsewhere",
+                family.name(),
+                shown(key),
+                shown(value)
+            ),
+            hint: WITHOUT.to_owned(),
+        })
+        .collect();
+    if !refusals.is_empty() {
+        return Err(refusals);
+    }
+    let normal = |(key, value): (&str, &str)| {
+        let kind = family.key(key)?;
+        Some((key.to_owned(), kind.normal(value)))
+    };
+    Ok(pairs.into_iter().filter_map(normal).collect())
 }
 
 /// Returns a setting of a CPU beside features and numbers, in the description's form.

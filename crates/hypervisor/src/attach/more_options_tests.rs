@@ -1,4 +1,5 @@
 use super::*;
+use crate::hardware::families::FSDEV;
 
 fn read(line: &str) -> CommandLine {
     // A space within a word is written as `~`.
@@ -242,4 +243,31 @@ fn every_option_of_the_installed_emulators_has_a_meaning() {
         }
     }
     assert!(asked == 0 || asked > 90, "{asked}");
+}
+
+#[test]
+fn folders_are_read_in_both_forms() {
+    let line = read(
+        "-virtfs local,path=/a,mount_tag=one,security_model=none \
+         -fsdev local,id=f,path=/b,,c,readonly -device virtio-9p-pci,fsdev=f,mount_tag=two",
+    );
+    assert_eq!(line.refusals, []);
+    let folder = |words: &Words| {
+        let of = |key| words.get(key).unwrap_or_default().to_owned();
+        (of("id"), of("path"))
+    };
+    let folders: Vec<_> = line.folders.iter().map(folder).collect();
+    let pair = |id: &str, path: &str| (id.to_owned(), path.to_owned());
+    assert_eq!(folders, [pair("one", "/a"), pair("f", "/b,c")]);
+    let tags = line.devices.iter();
+    let tags: Vec<_> = tags
+        .map(|words| (words.get("fsdev"), words.get("mount_tag")))
+        .collect();
+    let expected = [(Some("one"), Some("one")), (Some("f"), Some("two"))];
+    assert_eq!(tags, expected);
+    let refused = pairs(&FSDEV, &Words::read("throttling.bps-total=1,id=f", "")).unwrap_err();
+    assert!(
+        refused[0].text.contains("throttling.bps-total=1"),
+        "{refused:?}"
+    );
 }

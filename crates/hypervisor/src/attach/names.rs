@@ -106,6 +106,26 @@ impl Names<'_> {
         })
     }
 
+    /// Returns the name of a folder that the guest shares with this host.
+    pub(super) fn folder(&self, path: &str) -> Result<String, Blocker> {
+        let mut folders = self.config.folders.iter();
+        let found = folders.find(|(_, known)| self.is_same(path, known));
+        found.map(|(name, _)| name.clone()).ok_or_else(|| {
+            refuse(
+                format!(
+                    "the guest shares folder {} with this host, which no name of the \
+                     configuration stands for",
+                    shown(path)
+                ),
+                format!(
+                    "add to the configuration of both hosts, each with its own folder (the \
+                     content is not copied):\n[folders]\nNAME = \"{}\"",
+                    self.absolute(path).display()
+                ),
+            )
+        })
+    }
+
     /// Returns the name of a kernel and its initial RAM file system.
     pub(super) fn kernel(&self, kernel: &str, initrd: Option<&str>) -> Result<String, Blocker> {
         let found = self.config.kernels.iter().find(|(_, files)| {

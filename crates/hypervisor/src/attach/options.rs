@@ -34,6 +34,8 @@ pub(super) struct CommandLine {
     pub(super) bios: Option<String>,
     /// Files of the firmware interface.
     pub(super) firmware_files: Vec<FirmwareFile>,
+    /// Folders of this host (`-fsdev`).
+    pub(super) folders: Vec<Words>,
     /// Path of the picture that SeaBIOS shows.
     pub(super) splash: Option<String>,
     /// The reasons why the guest cannot be launched elsewhere.
@@ -81,14 +83,7 @@ pub(super) const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("enable-kvm", false, Local),
     ("fda", true, Local),
     ("fdb", true, Local),
-    (
-        "fsdev",
-        true,
-        Never(
-            "it is a folder of this host",
-            "unmount it in the guest, and start the guest without it",
-        ),
-    ),
+    ("fsdev", true, Machine),
     ("full-screen", false, Local),
     ("gdb", true, Local),
     ("global", true, Machine),
@@ -159,14 +154,7 @@ pub(super) const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("usbdevice", true, Machine),
     ("uuid", true, Local),
     ("vga", true, Local),
-    (
-        "virtfs",
-        true,
-        Never(
-            "it is a folder of this host",
-            "unmount it in the guest, and start the guest without it",
-        ),
-    ),
+    ("virtfs", true, Machine),
     ("vnc", true, Local),
     ("watchdog-action", true, Machine),
 ];

@@ -91,10 +91,13 @@ fn what_cannot_be_moved_is_refused_by_name() {
             "option -drive snapshot=on",
         ),
         (
-            "-virtfs local,path=/srv",
-            "option -virtfs of its command line: it is a folder",
+            "-fsdev synth,id=f",
+            "option -fsdev of its command line: driver synth serves no folder",
         ),
-        ("-fsdev local,id=f,path=/srv", "option -fsdev"),
+        (
+            "-virtfs proxy,id=f,socket=/s",
+            "option -fsdev of its command line: driver proxy serves no folder",
+        ),
         ("-blockdev driver=nbd,node-name=n0", "-blockdev driver nbd"),
         (
             "-blockdev driver=nbd,node-name=n",

@@ -31,7 +31,7 @@ pub(crate) struct Family {
 
 use Kind::{Bytes, Number, OneOf, Switch, Text, Word};
 
-const FAMILIES: [Family; 4] = [SMBIOS, FW_CFG, NUMA, RAM];
+const FAMILIES: [Family; 5] = [SMBIOS, FW_CFG, NUMA, RAM, FSDEV];
 
 /// `-smbios`.
 pub(crate) const SMBIOS: Family = Family {
@@ -153,6 +153,32 @@ pub(crate) const RAM: Family = Family {
     repeated: "",
 };
 
+/// `-fsdev`: a folder of the host that the guest sees by 9p. `folder` is its name in each host's
+/// configuration.
+pub(crate) const FSDEV: Family = Family {
+    name: "fsdev",
+    keys: &[
+        ("dmode", Number),
+        ("fmode", Number),
+        ("folder", Word),
+        ("id", Word),
+        ("multidevs", OneOf(&["remap", "forbid", "warn"])),
+        ("readonly", Switch),
+        (
+            "security_model",
+            OneOf(&[
+                "passthrough",
+                "mapped-xattr",
+                "mapped-file",
+                "mapped",
+                "none",
+            ]),
+        ),
+        ("writeout", OneOf(&["immediate"])),
+    ],
+    repeated: "",
+};
+
 impl Family {
     /// Returns the option's name.
     pub(crate) fn name(&self) -> &'static str {
@@ -254,6 +280,33 @@ pub(crate) fn are_sound(hardware: &Hardware) -> bool {
         && filled
         && complete(&FW_CFG, &["name"])
         && complete(&RAM, &["id", "kind", "size"])
+        && complete(&FSDEV, &["folder", "id"])
+}
+
+/// Returns the names of the folders that a machine shares with its host.
+pub(crate) fn folders(hardware: &Hardware) -> impl Iterator<Item = &str> {
+    let options = FSDEV.options(&hardware.settings).into_iter().flatten();
+    options.filter_map(|(key, name)| (key == "folder").then_some(name))
+}
+
+/// Emits the folders of the host, which `path` finds by their names.
+pub(crate) fn folder_arguments<E>(
+    line: &mut Line,
+    hardware: &Hardware,
+    path: impl Fn(&str) -> Result<String, E>,
+) -> Result<(), E> {
+    for option in FSDEV.options(&hardware.settings) {
+        let mut text = "local".to_owned();
+        for (key, value) in option {
+            let (key, value) = match key {
+                "folder" => ("path", path(value)?),
+                key => (key, value.to_owned()),
+            };
+            text.push_str(&format!(",{}", written(&[(key, &value)])));
+        }
+        line.option("-fsdev", text);
+    }
+    Ok(())
 }
 
 /// Emits the options of all families.

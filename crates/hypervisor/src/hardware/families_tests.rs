@@ -154,3 +154,31 @@ fn contents_and_options_have_limits() {
         assert!(!sound(incomplete.clone()), "{incomplete:?}");
     }
 }
+
+#[test]
+fn a_folder_has_the_path_of_its_host() {
+    let mut hardware = Hardware::default();
+    let pairs = [
+        ("id", "f0"),
+        ("folder", "public"),
+        ("security_model", "none"),
+    ];
+    let pairs = pairs.map(|(key, value)| (key.to_owned(), value.to_owned()));
+    FSDEV.add(&mut hardware.settings, pairs);
+    assert_eq!(folders(&hardware).collect::<Vec<_>>(), ["public"]);
+    assert!(are_sound(&hardware));
+    let mut line = Line::default();
+    folder_arguments(&mut line, &hardware, |name| {
+        Ok::<_, ()>(format!("/srv/{name},1"))
+    })
+    .unwrap();
+    assert_eq!(
+        line.words(),
+        [
+            "-fsdev",
+            "local,path=/srv/public,,1,id=f0,security_model=none"
+        ]
+    );
+    hardware.settings.remove("fsdev.000.folder");
+    assert!(!are_sound(&hardware));
+}

@@ -121,6 +121,10 @@ pub(crate) fn arguments(line: &mut Line, around: &Around<'_>) -> Result<(), Reso
         );
     }
     families::arguments(line, hardware, &around.host.folder.run());
+    families::folder_arguments(line, hardware, |name| {
+        let folders = &around.host.config.folders;
+        look_up("folder", "[folders]", folders, name).map(|path| path.to_string_lossy().into())
+    })?;
     sound(line, hardware);
     flash(line, around)?;
     if let Some(vga) = &hardware.vga {

@@ -216,6 +216,11 @@ pub(crate) fn wiring(description: &GuestDescription, index: usize) -> Wiring {
     wiring.unwrap_or_default()
 }
 
+/// Returns the names of the folders that a guest shares with its host.
+pub fn folders(description: &GuestDescription) -> impl Iterator<Item = &str> {
+    description.hardware.iter().flat_map(families::folders)
+}
+
 /// Returns the number of a network card.
 pub(crate) fn nic(description: &GuestDescription, number: &str) -> Option<usize> {
     let number: usize = number.parse().ok()?;

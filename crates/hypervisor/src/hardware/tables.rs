@@ -77,7 +77,7 @@ pub(crate) struct Model {
     pub(super) properties: &'static [&'static [(&'static str, Kind)]],
 }
 
-use Kind::{Choice, Nothing, Number, OneOf, Switch, Word};
+use Kind::{Choice, Nothing, Number, OneOf, Switch, Text, Word};
 
 const ON_ERROR: Kind = OneOf(&["auto", "report", "ignore", "stop", "enospc"]);
 
@@ -397,6 +397,16 @@ const MODELS: &[Model] = &[
         Bus::Pci,
         Serves::Nothing,
         &[PCI, BRIDGE],
+    ),
+    model(
+        &[
+            "virtio-9p-pci",
+            "virtio-9p-pci-transitional",
+            "virtio-9p-pci-non-transitional",
+        ],
+        Bus::Pci,
+        Serves::Nothing,
+        &[PCI, VIRTIO, &[("fsdev", Word), ("mount_tag", Text)]],
     ),
     model(
         &["i6300esb", "pvpanic-pci"],

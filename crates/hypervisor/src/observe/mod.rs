@@ -423,11 +423,16 @@ fn blockers_of(
         });
     }
     found.extend(reasons.iter().map(|reason| {
+        let hint = match reason.contains("VirtFS") {
+            true => "unmount the folder in the guest; mount it again after the move",
+            false => {
+                "remove what QEMU names from the guest, or shut it down and start it at the \
+                 destination"
+            }
+        };
         Blocker {
             text: format!("QEMU refuses to move the guest: {reason}"),
-            hint: "remove what QEMU names from the guest, or shut it down and start it at the \
-               destination"
-                .to_owned(),
+            hint: hint.to_owned(),
         }
     }));
     found
@@ -439,7 +444,7 @@ const UNMOUNT: &str = "unmount the folder in the guest and detach the device bef
 
 /// Kinds of devices whose state is tied to a host, by the beginning of their names: that state, and
 /// what to do.
-pub(crate) const IMMOVABLE: [(&str, &str, &str); 11] = [
+pub(crate) const IMMOVABLE: [(&str, &str, &str); 10] = [
     ("vfio-", "it is a piece of this host's hardware", DETACH),
     (
         "virtio-mem",
@@ -453,7 +458,6 @@ pub(crate) const IMMOVABLE: [(&str, &str, &str); 11] = [
         "it is memory shared with other programs of this host",
         DETACH,
     ),
-    ("virtio-9p", "it is a folder of this host", UNMOUNT),
     ("vhost-user-fs", "it is a folder of this host", UNMOUNT),
     (
         "vhost-user-",
@@ -596,12 +600,7 @@ mod tests {
             blockers_of(&fine, &[], "", "nic0: type=nic\r\n \\ net0: type=tap"),
             []
         );
-        let kinds = [
-            "vfio-pci",
-            "virtio-mem-pci",
-            "virtio-9p-pci",
-            "vhost-user-fs-pci",
-        ];
+        let kinds = ["vfio-pci", "virtio-mem-pci", "vhost-user-fs-pci"];
         let reasons = ["it is not migratable".to_owned()];
         let found = blockers_of(
             &machine(&kinds),
@@ -610,11 +609,10 @@ mod tests {
             "a: type=vhost-user",
         );
         let texts: Vec<&str> = found.iter().map(|blocker| blocker.text.as_str()).collect();
-        assert_eq!(texts.len(), 7);
+        assert_eq!(texts.len(), 6);
         for (text, expected) in texts.iter().zip([
             "device d-vfio-pci (vfio-pci) cannot be moved: it is a piece of this host's hardware",
             "device d-vhost-user-fs-pci (vhost-user-fs-pci) cannot be moved: it is a folder",
-            "device d-virtio-9p-pci (virtio-9p-pci) cannot be moved: it is a folder of this host",
             "device d-virtio-mem-pci (virtio-mem-pci) cannot be moved: memory that is plugged",
             "the guest's memory is encrypted",
             "a network card is served by another process (vhost-user)",

@@ -88,6 +88,8 @@ struct Document {
     #[serde(default)]
     kernels: BTreeMap<String, KernelFiles>,
     #[serde(default)]
+    folders: BTreeMap<String, PathBuf>,
+    #[serde(default)]
     hooks: Hooks,
     content: Option<ContentConfig>,
     kept_memory: Option<KeptMemoryConfig>,
@@ -228,6 +230,7 @@ impl Config {
                 networks: document.networks,
                 firmware: document.firmware,
                 kernels: document.kernels,
+                folders: document.folders,
             }),
             hooks: document.hooks,
             content: document.content,

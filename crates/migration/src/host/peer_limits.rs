@@ -22,6 +22,8 @@ pub(crate) struct PeerLimits {
     pub(crate) images: Option<Vec<String>>,
     /// Networks that its guests may use. None allows all networks of this host.
     pub(crate) networks: Option<Vec<String>>,
+    /// Folders that its guests may use. None allows all folders of this host.
+    pub(crate) folders: Option<Vec<String>>,
     /// Threads that decode and hash for it at once.
     pub(crate) workers: u32,
     /// Migrations that it may begin per hour, including refused ones.
@@ -46,6 +48,7 @@ impl PeerLimits {
             vcpus: u32::try_from(cpus * 8).unwrap_or(u32::MAX).max(64),
             images: None,
             networks: None,
+            folders: None,
             workers: 2,
             attempts_per_hour: 600,
             queries_per_minute: 120,
@@ -67,6 +70,7 @@ pub(crate) struct LimitsTable {
     vcpus: Option<u32>,
     images: Option<Vec<String>>,
     networks: Option<Vec<String>>,
+    folders: Option<Vec<String>>,
     workers: Option<u32>,
     attempts_per_hour: Option<u32>,
     queries_per_minute: Option<u32>,
@@ -164,6 +168,7 @@ impl LimitsTable {
             vcpus: self.vcpus.unwrap_or(base.vcpus),
             images: self.images.clone().or_else(|| base.images.clone()),
             networks: self.networks.clone().or_else(|| base.networks.clone()),
+            folders: self.folders.clone().or_else(|| base.folders.clone()),
             workers: self.workers.unwrap_or(base.workers),
             attempts_per_hour: self.attempts_per_hour.unwrap_or(base.attempts_per_hour),
             queries_per_minute: self.queries_per_minute.unwrap_or(base.queries_per_minute),
@@ -229,6 +234,7 @@ mod tests {
         defaults.guests = 4;
         defaults.images = Some(vec!["debian-12".to_owned()]);
         defaults.networks = Some(vec!["office".to_owned()]);
+        defaults.folders = Some(Vec::new());
         assert_eq!(*paris, defaults);
     }
 

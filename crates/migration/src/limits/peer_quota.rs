@@ -12,6 +12,7 @@ use crate::limits::allowances::{Arriving, State};
 use crate::limits::shared_dedup::Others;
 use longhaul_hypervisor::config::Network;
 use longhaul_hypervisor::description;
+use longhaul_hypervisor::folders;
 use longhaul_hypervisor::manager::Found;
 use longhaul_protocol::guest::{GuestDescription, Nic};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
@@ -194,7 +195,7 @@ fn refusal(code: RefusalCode, text: String, hint: Option<String>) -> Refusal {
     Refusal { code, text, hint }
 }
 
-/// Checks that guests of this peer may use all images and networks that a description names.
+/// Checks that guests of this peer may use everything of this host that a description names.
 pub(crate) fn may_name(
     context: &Context,
     peer: &TrustedHost,
@@ -249,7 +250,7 @@ fn named(
     limits: &PeerLimits,
     guest: &GuestDescription,
 ) -> Result<(), Refusal> {
-    let refused = |key: &str, name: &String| {
+    let refused = |key: &str, name: &str| {
         let Excess { here, peer } = excess;
         refusal(
             RefusalCode::NotAllowed,
@@ -259,8 +260,9 @@ fn named(
             )),
         )
     };
-    let other = |allowed: &Option<Vec<String>>, name: &String| {
-        allowed.as_ref().is_some_and(|list| !list.contains(name))
+    let other = |allowed: &Option<Vec<String>>, name: &str| {
+        let is_listed = |list: &Vec<String>| list.iter().any(|listed| listed == name);
+        allowed.as_ref().is_some_and(|list| !is_listed(list))
     };
     if let Some(name) = guest.images().find(|name| other(&limits.images, name)) {
         return Err(refused("images", name));
@@ -268,6 +270,9 @@ fn named(
     let mut nics = guest.nics.iter().map(|nic| &nic.network);
     if let Some(name) = nics.find(|name| other(&limits.networks, name)) {
         return Err(refused("networks", name));
+    }
+    if let Some(name) = folders(guest).find(|name| other(&limits.folders, name)) {
+        return Err(refused("folders", name));
     }
     match limits.networks.is_some() {
         true => own_vlans(context, excess, guest),
