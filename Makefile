@@ -4,7 +4,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/sbin:/sbin
 CARGO := cargo
 LAB := target/release/lab
 
-.PHONY: help demo test quick bench crash-matrix chaos fuzz install build format checks clippy tests unit model e2e
+.PHONY: help demo test quick bench crash-matrix chaos fuzz install build format checks clippy tests unit model lanes e2e
 
 help: ## list these commands
 	@echo "Longhaul: moves running virtual machines between hosts. Commands:"
@@ -15,7 +15,7 @@ demo: INSTALL := demo
 demo: install build ## move a running guest between two emulated hosts, and back (6 minutes)
 	$(LAB) demo
 
-test: install format checks unit model e2e ## all tests: formatting, lints, checks, units, model, real moves (half an hour to an hour, by what is built already)
+test: install format checks lanes ## all tests: formatting, lints, checks, units, model, real moves (half an hour to an hour, by what is built already)
 
 quick: format checks ## what to run all day: formatting, lints, checks, unit tests, model, attempts by seed (5 minutes once built)
 	@echo "== building libraries and programs, with lints"
@@ -102,20 +102,31 @@ model: tests ## explore the handover in every order of events (a minute; deeper:
 	@echo "== model of the handover"
 	target/tests/model
 
-# Guests wait for most of their time, so two lanes of tests run at once: these tests, and all others. What the
-# first lane says is shown when both have ended. Before that, what follows a guest's memory as it is written.
+# Guests wait for most of their time, so three lanes of tests run at once: these two, and all others.
+# What the first two say is shown when all have ended. Before that, what follows a guest's memory as
+# it is written runs alone.
 ALONE := memory
-BESIDE := disks guests moves one_file trouble
+LANE_1 := disks guests
+LANE_2 := crash moves trouble
 TESTS := $(wildcard $(addsuffix /tests/*.rs,crates/* crates/lab/* checks model))
 TESTS += $(patsubst %/main.rs,%.rs,$(wildcard $(addsuffix /tests/*/main.rs,crates/*)))
-TESTS := $(filter-out $(ALONE) $(BESIDE),$(sort $(basename $(notdir $(TESTS)))))
+TESTS := $(filter-out $(ALONE) $(LANE_1) $(LANE_2),$(sort $(basename $(notdir $(TESTS)))))
+# What the last lane runs before its tests.
+FIRST :=
+
+lanes: FIRST := unit model
+lanes: e2e
 
 e2e: tests ## integration tests, and moves of real guests between emulated hosts (needs root)
-	@echo "== integration and end-to-end tests, in two lanes"
+	@echo "== integration and end-to-end tests, in three lanes"
 	@[ "$$(id -u)" = 0 ] || { echo "The end-to-end tests make network namespaces: sudo make e2e" >&2; exit 1; }
 	@run() { $(CARGO) test --profile tests --workspace --locked --no-fail-fast "$$@"; }; \
 	status=0; run $(ALONE:%=--test %) || status=$$?; \
-	run $(BESIDE:%=--test %) > target/tests/beside.log 2>&1 & beside=$$!; \
+	run $(LANE_1:%=--test %) > target/tests/lane-1.log 2>&1 & one=$$!; \
+	run $(LANE_2:%=--test %) > target/tests/lane-2.log 2>&1 & two=$$!; \
+	[ -z "$(FIRST)" ] || $(MAKE) --no-print-directory $(FIRST) || status=$$?; \
 	run $(TESTS:%=--test %) || status=$$?; \
-	wait $$beside || status=$$?; \
-	echo "== the other lane: $(BESIDE)"; cat target/tests/beside.log; exit $$status
+	wait $$one || status=$$?; \
+	echo "== the first lane: $(LANE_1)"; cat target/tests/lane-1.log; \
+	wait $$two || status=$$?; \
+	echo "== the second lane: $(LANE_2)"; cat target/tests/lane-2.log; exit $$status

@@ -230,6 +230,12 @@ impl Trial<'_> {
             self.row.plan = Step::Ok;
             return Ok(true);
         }
+        let hintless = plan.checks.iter().filter(|check| {
+            check.verdict == Check::Refuse && check.hint.as_ref().is_none_or(String::is_empty)
+        });
+        let hintless: Vec<String> = hintless
+            .map(|check| format!("no hint: {}", check.message))
+            .collect();
         let reasons = checks(Check::Refuse);
         self.row
             .reasons
@@ -237,7 +243,7 @@ impl Trial<'_> {
         self.row.plan = Step::Refused;
         let files = self.files()?;
         let finished = self.migrate(from, &[])?;
-        let mut wrong = Vec::new();
+        let mut wrong = hintless;
         if finished.exit_code != Some(REFUSED) {
             wrong.push(format!(
                 "plan refuses, and migrate does not: {}",

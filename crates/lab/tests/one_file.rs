@@ -217,6 +217,8 @@ impl Stage {
     /// Asserts that a move is refused before it begins.
     fn refused(&self, words: &[&str], why: &[&str]) {
         let ran = [self.ran(0, "prepare"), self.ran(1, "arriving")];
+        // The plan is for the disks that the agent chooses.
+        assert!(!words.is_empty() || !self.plan(0).possible, "{why:?}");
         let finished = self.migrate(0, words);
         assert_eq!(finished.exit_code, Some(3), "{}", finished.why());
         says(&finished.why(), why);

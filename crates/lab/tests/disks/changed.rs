@@ -194,6 +194,13 @@ fn what_is_under_way_on_a_guests_disks_is_in_its_plan() {
     refused("job nightly (backup");
     owner.ask_with("job-cancel", &json!({"id": "nightly"}));
     complete(&mut owner, "nightly");
+    let path = stage.folders[0].join("nbd");
+    let address = json!({"type": "unix", "data": {"path": path}});
+    owner.ask_with("nbd-server-start", &json!({"addr": address}));
+    let export = json!({"type": "nbd", "id": "pull", "node-name": top});
+    owner.ask_with("block-export-add", &export);
+    refused("export pull (nbd)");
+    owner.ask_with("nbd-server-stop", &json!({}));
     for (n, disk) in ["vda", "vdb"].into_iter().enumerate() {
         let snapshot = Snapshot::of(&stage, &mut owner, disk, n);
         refused("and not on its image");
