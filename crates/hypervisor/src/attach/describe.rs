@@ -4,7 +4,7 @@ use super::found::{Found, Inserted, Medium, Origin, Seen, made};
 use super::names::Names;
 use super::options::{CommandLine, shown};
 use super::words::Words;
-use super::{cards, drives, limits, properties};
+use super::{cards, drives, properties};
 use crate::description::{self, Chipset, is_name};
 use crate::hardware::tables::{Bus, Model, Serves, VGAS};
 use crate::observe::{Blocker, pci_place};
@@ -191,17 +191,16 @@ impl Describing<'_> {
             }
             return Some(());
         };
-        if inserted.limited {
-            self.refuse(
-                format!("disk {called}: the limits of its requests would be lost"),
-                "take the limits away before the move, and set them again at the destination",
-            );
-        }
+        let limits = &self.found.limits;
+        let limits = limits.of(device.id.as_deref(), &seen.path, &inserted.throttled_by);
+        let limits = limits.map_err(|unclear| unclear.of(&called));
+        let limits = self.accept(limits).unwrap_or_default();
         let image = self.names.image(&format!("disk {called}"), &inserted);
         let image = self.accept(image)?;
         let name = drives::name(device.id.as_deref(), model, seen.bus(), &self.disks);
         device.serves = Some(name.clone());
-        let limits = limits::of(&self.found.limits, device.id.as_deref(), &seen.path, &name);
+        let limits = limits.into_iter();
+        let limits = limits.map(|(key, value)| (format!("limit.{name}.{key}"), value));
         self.settings.extend(limits);
         self.disks.push(Disk {
             name,

@@ -5,7 +5,7 @@
 //! being created again ([`super::held`]).
 
 use super::drives::{Drive, drives, seen_from_here};
-use super::graph::{FILTERS, Graph, JOBS, Known};
+use super::graph::{FILTERS, Graph, Known, is_of_job};
 use super::held::Held;
 use super::nodes::{Above, DiskNodes, NodesError, refuse, text};
 use crate::observe::Blocker;
@@ -210,7 +210,7 @@ fn passes_on(
 }
 
 fn other_driver(driver: &str) -> NodesError {
-    if JOBS.contains(&driver) {
+    if is_of_job(driver) {
         let hint = "let the job end, or end it (QMP `job-cancel`)";
         return NodesError::new(format!("a job works on it (`{driver}`)"), hint);
     }

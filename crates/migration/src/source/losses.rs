@@ -1,12 +1,17 @@
 //! Warns of what a move loses of a guest: dirty bitmaps of backups, and limits on disks.
 
 use longhaul_api::Check;
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::disk::{self, Limits, LostBitmap};
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
 
 /// Returns a warning for each loss.
-pub(crate) async fn checks(qmp: &Qmp, destination: &str) -> Result<Vec<Check>, QmpError> {
-    let losses = disk::losses(qmp).await?;
+pub(crate) async fn checks(
+    guest: &Guest,
+    qmp: &Qmp,
+    destination: &str,
+) -> Result<Vec<Check>, QmpError> {
+    let losses = disk::losses(qmp, guest).await?;
     let bitmaps = losses.bitmaps.iter().map(bitmap);
     let limits = losses.limits.iter().map(|one| limits(one, destination));
     Ok(bitmaps.chain(limits).collect())
