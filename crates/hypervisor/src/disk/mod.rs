@@ -21,7 +21,7 @@ pub(crate) use drives::device_path;
 pub use drives::{Drive, Inserted, drives};
 pub use find::{FindError, device_of, find, find_below_export, refusals};
 pub(crate) use graph::is_of_job;
-pub use jobs::{Job, jobs};
+pub use jobs::busy;
 pub use layout::{Layout, LayoutChanged};
 pub use losses::{DiskExport, Limits, Losses, LostBitmap, exports, losses};
 pub use nodes::{DiskNodes, NodesError};
