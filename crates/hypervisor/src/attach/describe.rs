@@ -197,6 +197,18 @@ impl Describing<'_> {
         let limits = self.accept(limits).unwrap_or_default();
         let image = self.names.image(&format!("disk {called}"), &inserted);
         let image = self.accept(image)?;
+        let is_local = self.names.is_local(&image);
+        // A local image is kept open.
+        if !is_local && !inserted.read_only && !self.names.opens_again(&inserted.file) {
+            self.refuse(
+                format!(
+                    "disk {called}: its QEMU became a daemon and does not find {} in `/`, where \
+                     it would open it again",
+                    shown(&inserted.file)
+                ),
+                "start the guest with the image's whole path",
+            );
+        }
         let name = drives::name(device.id.as_deref(), model, seen.bus(), &self.disks);
         device.serves = Some(name.clone());
         let limits = limits.into_iter();
@@ -204,7 +216,7 @@ impl Describing<'_> {
         self.settings.extend(limits);
         self.disks.push(Disk {
             name,
-            shared: !self.names.is_local(&image),
+            shared: !is_local,
             image,
             read_only: inserted.read_only,
         });

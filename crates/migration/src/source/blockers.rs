@@ -63,7 +63,7 @@ fn other_file(drives: &[Drive], device: Option<&str>, image: &Path, pid: i32) ->
     };
     let drive = drives.iter().find(|drive| drive.device == device)?;
     let file = drive.inserted.as_ref()?.file.as_deref()?;
-    are_two(file, image).then(|| file.display().to_string())
+    are_two(&drive.seen_file(pid)?, image).then(|| file.display().to_string())
 }
 
 /// Returns whether both exist and are different files or devices. A file that does not exist is
