@@ -29,6 +29,7 @@ pub mod observe;
 mod open_files;
 mod probe;
 pub mod process;
+mod process_path;
 pub mod qmp;
 pub mod scope;
 pub mod starter;

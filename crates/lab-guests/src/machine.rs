@@ -96,7 +96,8 @@ impl Answers {
         machine.insert("devices".to_owned(), devices(&tree).into());
         machine.insert("memory blocks".to_owned(), memory_blocks(&blocks).into());
         machine.insert("cpus".to_owned(), cpus(&settings).into());
-        machine.insert("disks".to_owned(), disks(&settings).into());
+        let groups = groups(&mut qmp)?;
+        machine.insert("disks".to_owned(), disks(&settings, &groups).into());
         machine.insert("cards".to_owned(), cards(&settings).into());
         settings.insert("info qtree".to_owned(), lines(&tree).into());
         let status = settings["query-status"]["status"]
@@ -244,38 +245,114 @@ fn cpus(settings: &BTreeMap<String, Value>) -> Vec<String> {
     found
 }
 
+/// Returns the limits of each `throttle-group`.
+fn groups(qmp: &mut Qmp) -> Result<BTreeMap<String, Value>, LabError> {
+    let mut found = BTreeMap::new();
+    let objects = qmp.execute("qom-list", &json!({"path": "/objects"}))?;
+    for object in list(&objects).filter(|it| it["type"] == "child<throttle-group>") {
+        let name = object["name"].as_str().unwrap_or_default();
+        let path = format!("/objects/{name}");
+        let limits = qmp.execute("qom-get", &json!({"path": path, "property": "limits"}))?;
+        found.insert(name.to_owned(), limits);
+    }
+    Ok(found)
+}
+
 /// Returns each drive as the guest sees it: its medium, not the nodes below it.
-fn disks(settings: &BTreeMap<String, Value>) -> Vec<String> {
+fn disks(settings: &BTreeMap<String, Value>, groups: &BTreeMap<String, Value>) -> Vec<String> {
     let drives = settings.get("query-block").into_iter().flat_map(list);
     let drives = drives.filter(|drive| {
         // A drive that no device uses is not part of the guest.
         drive["qdev"].is_string() || drive["inserted"]["ro"] == false
     });
-    let mut found: Vec<String> = drives.map(drive).collect();
+    let drives: Vec<(&Value, Vec<Limits>)> =
+        drives.map(|drive| (drive, limits(drive, groups))).collect();
+    let sharing = |limits: &Limits| {
+        let of = drives.iter().flat_map(|(_, limits)| limits);
+        of.filter(|other| other.group == limits.group).count()
+    };
+    let mut found: Vec<String> = drives
+        .iter()
+        .map(|(drive, limits)| {
+            let limits = limits.iter().map(|limits| {
+                let numbers = Value::Object(limits.numbers.clone());
+                json!({"limits": numbers, "drives": sharing(limits)})
+            });
+            medium(drive, limits.collect())
+        })
+        .collect();
     found.sort();
     found
 }
 
-fn drive(drive: &Value) -> String {
-    const OF_MEDIUM: [&str; 9] = [
-        "ro",
-        "bps",
-        "bps_rd",
-        "bps_wr",
-        "iops",
-        "iops_rd",
-        "iops_wr",
-        "iops_size",
-        "encrypted",
+/// Limits on the requests of a drive.
+struct Limits {
+    /// The name of the group that has them.
+    group: String,
+    /// Those that limit something, by their names of drives.
+    numbers: Map<String, Value>,
+}
+
+/// Returns the limits that a drive's requests pass: its own, and those of the groups of nodes below
+/// it.
+fn limits(drive: &Value, groups: &BTreeMap<String, Value>) -> Vec<Limits> {
+    let medium = &drive["inserted"];
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let mut found = vec![Limits {
+        group: text(&medium["group"]),
+        numbers: numbers(|of_drive, _| &medium[of_drive]),
+    }];
+    let file = medium["file"].as_str().unwrap_or_default();
+    let file = file.strip_prefix("json:").unwrap_or_default();
+    let file: Value = serde_json::from_str(file).unwrap_or_default();
+    let mut node = &file;
+    while node.is_object() {
+        let group = text(&node["throttle-group"]);
+        found.extend(groups.get(&group).map(|limits| Limits {
+            group,
+            numbers: numbers(|_, of_group| &limits[of_group]),
+        }));
+        node = &node["file"];
+    }
+    found.retain(|limits| !limits.numbers.is_empty());
+    found
+}
+
+/// Returns the limits that are set. They are read by their names of drives and of groups.
+fn numbers<'a>(read: impl Fn(&str, &str) -> &'a Value) -> Map<String, Value> {
+    const KINDS: [(&str, &str); 6] = [
+        ("bps", "bps-total"),
+        ("bps_rd", "bps-read"),
+        ("bps_wr", "bps-write"),
+        ("iops", "iops-total"),
+        ("iops_rd", "iops-read"),
+        ("iops_wr", "iops-write"),
     ];
+    let mut names = vec![("iops_size".to_owned(), "iops-size".to_owned())];
+    for (of_drive, of_group) in KINDS {
+        for (one, other) in [("", ""), ("_max", "-max"), ("_max_length", "-max-length")] {
+            names.push((format!("{of_drive}{one}"), format!("{of_group}{other}")));
+        }
+    }
+    let set = names.into_iter().filter_map(|(of_drive, of_group)| {
+        let value = read(&of_drive, &of_group);
+        // A burst lasts for a second where nothing is said.
+        let usual = u64::from(of_drive.ends_with("_length"));
+        (value.as_u64()? > usual).then(|| (of_drive, value.clone()))
+    });
+    set.collect()
+}
+
+fn medium(drive: &Value, limits: Vec<Value>) -> String {
     let mut shown = Map::new();
     for key in ["removable", "tray_open"] {
         shown.insert(key.to_owned(), drive[key].clone());
     }
     let medium = &drive["inserted"];
-    for key in OF_MEDIUM.into_iter().filter(|_| medium.is_object()) {
+    for key in ["ro", "encrypted"] {
         shown.insert(key.to_owned(), medium[key].clone());
     }
+    shown.insert("limits".to_owned(), limits.into());
     shown.insert("bytes".to_owned(), medium["image"]["virtual-size"].clone());
     let bitmaps = list(&medium["dirty-bitmaps"]).filter(|bitmap| bitmap["persistent"] == true);
     let bitmaps = bitmaps.map(|bitmap| bitmap["name"].clone());
@@ -373,6 +450,42 @@ bus: main-system-bus
         let before = stable(json!([{"node": "#block156", "actual-size": 5}, {"node": "a"}]));
         let after = stable(json!([{"node": "a"}, {"node": "#block7", "actual-size": 6}]));
         assert_eq!(before, after);
+    }
+
+    #[test]
+    fn limits_are_the_same_of_a_drive_and_of_a_group() {
+        let shown = |drives: Value, limits: Value| {
+            let settings = BTreeMap::from([("query-block".to_owned(), drives)]);
+            disks(&settings, &BTreeMap::from([("g".to_owned(), limits)]))
+        };
+        let node =
+            r#"json:{"throttle-group": "g", "driver": "throttle", "file": {"driver": "raw"}}"#;
+        let plain = json!([{"qdev": "a", "inserted": {"file": "/x", "iops": 0}}]);
+        let own = json!([{"qdev": "a", "inserted":
+            {"file": "/x", "iops": 5, "iops_max_length": 1, "group": "a"}}]);
+        let below = json!([{"qdev": "a", "inserted": {"file": node, "iops": 0}}]);
+        let groups = json!({"iops-total": 5, "bps-read-max-length": 1, "bps-read": 0});
+        assert_eq!(
+            shown(own.clone(), json!({})),
+            shown(below.clone(), groups.clone())
+        );
+        assert_ne!(
+            shown(own.clone(), json!({})),
+            shown(plain.clone(), json!({}))
+        );
+        let none = json!({"iops-total": 0});
+        assert_eq!(shown(plain, json!({})), shown(below.clone(), none));
+        // Both apply.
+        let mut both = own;
+        both[0]["inserted"]["file"] = node.into();
+        assert_ne!(
+            shown(both, groups.clone()),
+            shown(below.clone(), groups.clone())
+        );
+        // Two disks share one limit.
+        let two = json!([below[0], below[0]]);
+        let alone = shown(below, groups.clone());
+        assert_ne!(shown(two, groups)[0], alone[0]);
     }
 
     #[test]

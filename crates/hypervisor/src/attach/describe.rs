@@ -4,7 +4,7 @@ use super::found::{Found, Inserted, Medium, Origin, Seen, made};
 use super::names::Names;
 use super::options::{CommandLine, shown};
 use super::words::Words;
-use super::{cards, drives, limits, more_options, properties};
+use super::{cards, drives, more_options, properties};
 use crate::description::{self, Chipset, is_name};
 use crate::hardware::families::FSDEV;
 use crate::hardware::tables::{Bus, Model, Serves, VGAS};
@@ -192,21 +192,32 @@ impl Describing<'_> {
             }
             return Some(());
         };
-        if inserted.limited {
-            self.refuse(
-                format!("disk {called}: the limits of its requests would be lost"),
-                "take the limits away before the move, and set them again at the destination",
-            );
-        }
+        let limits = &self.found.limits;
+        let limits = limits.of(device.id.as_deref(), &seen.path, &inserted.throttled_by);
+        let limits = limits.map_err(|unclear| unclear.of(&called));
+        let limits = self.accept(limits).unwrap_or_default();
         let image = self.names.image(&format!("disk {called}"), &inserted);
         let image = self.accept(image)?;
+        let is_local = self.names.is_local(&image);
+        // A local image is kept open.
+        if !is_local && !inserted.read_only && !self.names.opens_again(&inserted.file) {
+            self.refuse(
+                format!(
+                    "disk {called}: its QEMU became a daemon and does not find {} in `/`, where \
+                     it would open it again",
+                    shown(&inserted.file)
+                ),
+                "start the guest with the image's whole path",
+            );
+        }
         let name = drives::name(device.id.as_deref(), model, seen.bus(), &self.disks);
         device.serves = Some(name.clone());
-        let limits = limits::of(&self.found.limits, device.id.as_deref(), &seen.path, &name);
+        let limits = limits.into_iter();
+        let limits = limits.map(|(key, value)| (format!("limit.{name}.{key}"), value));
         self.settings.extend(limits);
         self.disks.push(Disk {
             name,
-            shared: !self.names.is_local(&image),
+            shared: !is_local,
             image,
             read_only: inserted.read_only,
         });

@@ -5,6 +5,7 @@ use super::limits::{self, Limits};
 use super::memory::{self, Memory};
 use super::properties;
 use super::words::Words;
+use crate::disk;
 use crate::hardware::tables::{Bus, Model, Serves};
 use crate::observe::{Blocker, at_once, children, examine, is_made_elsewhere, list, property};
 use crate::process::ProcessId;
@@ -98,8 +99,8 @@ pub(super) struct Inserted {
     pub(super) file: String,
     pub(super) read_only: bool,
     pub(super) encrypted: bool,
-    /// Whether a node limits the guest's requests. Limits of the device itself move along.
-    pub(super) limited: bool,
+    /// The nodes that may limit the guest's requests, each by its group, if QEMU says which.
+    pub(super) throttled_by: Vec<Option<String>>,
 }
 
 /// Queries everything without changing anything.
@@ -332,6 +333,7 @@ impl Nodes {
             let about = (text(&node["drv"]), text(&node["file"]));
             (text(&node["node-name"]), about)
         });
+        let about: BTreeMap<_, _> = about.collect();
         let names: BTreeMap<u64, String> = graph["nodes"]
             .as_array()
             .into_iter()
@@ -339,15 +341,20 @@ impl Nodes {
             .filter_map(|node| Some((node["id"].as_u64()?, text(&node["name"]))))
             .collect();
         let edges = graph["edges"].as_array().into_iter().flatten();
-        let below = edges
-            .filter(|edge| edge["name"] == "file")
-            .filter_map(|edge| {
-                let name = |id: &Value| names.get(&id.as_u64()?).cloned();
-                Some((name(&edge["parent"])?, name(&edge["child"])?))
-            });
+        let below = edges.filter_map(|edge| {
+            let name = |id: &Value| names.get(&id.as_u64()?).cloned();
+            let parent = name(&edge["parent"])?;
+            let way = match about.get(&parent) {
+                // Some of these filters have their node there.
+                Some((driver, _)) if disk::is_of_job(driver) => &["file", "backing"][..],
+                _ => &["file"],
+            };
+            let is_way = way.iter().any(|name| edge["name"] == *name);
+            is_way.then_some((parent, name(&edge["child"])?))
+        });
         Self {
-            about: about.collect(),
             below: below.collect(),
+            about,
         }
     }
 
@@ -358,7 +365,8 @@ impl Nodes {
         for _ in 0..NODES_MAX {
             let (driver, file) = self.about.get(name)?;
             match driver.as_str() {
-                "throttle" => inserted.limited = true,
+                "throttle" => inserted.throttled_by.push(limits::group(file)),
+                job if disk::is_of_job(job) => {}
                 driver if inserted.format.is_empty() => driver.clone_into(&mut inserted.format),
                 _ => {}
             }
@@ -375,21 +383,20 @@ impl Nodes {
 
 async fn media(qmp: &Qmp) -> Result<Vec<Medium>, QmpError> {
     let flat = json!({"flat": true});
-    let (nodes, graph, drives, throttled) = tokio::try_join!(
+    let (nodes, graph, drives) = tokio::try_join!(
         qmp.execute("query-named-block-nodes", flat, COMMAND_TIMEOUT),
         qmp.query("x-debug-query-block-graph"),
         qmp.query("query-block"),
-        throttles(qmp),
     )?;
     let nodes = Nodes::read(&nodes, &graph);
     let drives = list(&drives, "query-block")?;
     Ok(drives
         .iter()
-        .filter_map(|drive| medium(drive, &nodes, throttled))
+        .filter_map(|drive| medium(drive, &nodes))
         .collect())
 }
 
-fn medium(drive: &Value, nodes: &Nodes, throttled: bool) -> Option<Medium> {
+fn medium(drive: &Value, nodes: &Nodes) -> Option<Medium> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let inserted = drive.get("inserted").map(|inserted| {
         let top = inserted["node-name"].as_str().unwrap_or_default();
@@ -401,7 +408,6 @@ fn medium(drive: &Value, nodes: &Nodes, throttled: bool) -> Option<Medium> {
         Inserted {
             read_only: inserted["ro"] == true,
             encrypted: inserted["encrypted"] == true,
-            limited: found.limited && throttled,
             ..found
         }
     });
@@ -410,23 +416,4 @@ fn medium(drive: &Value, nodes: &Nodes, throttled: bool) -> Option<Medium> {
         drive: text(&drive["device"]),
         inserted,
     })
-}
-
-/// Returns whether any group of throttled nodes has a limit.
-async fn throttles(qmp: &Qmp) -> Result<bool, QmpError> {
-    for (name, kind) in children(qmp, "/objects").await? {
-        if kind != "throttle-group" {
-            continue;
-        }
-        let limits = property(qmp, &format!("/objects/{name}"), "limits").await?;
-        let limits = limits.as_ref().and_then(Value::as_object);
-        let is_limit = |(name, value): (&String, &Value)| {
-            // The length of a burst limits nothing by itself.
-            !name.ends_with("-max-length") && value.as_u64().is_some_and(|value| value > 0)
-        };
-        if limits.is_some_and(|limits| limits.iter().any(is_limit)) {
-            return Ok(true);
-        }
-    }
-    Ok(false)
 }

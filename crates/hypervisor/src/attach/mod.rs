@@ -292,8 +292,20 @@ fn account(pid: i32) -> io::Result<Account> {
     })
 }
 
-/// Inspects a guest without changing it.
+/// Inspects a guest without changing it. A running job of its QEMU is a reason too.
 pub async fn learn(
+    name: &str,
+    qmp: &Qmp,
+    pid: i32,
+    config: &HostConfig,
+) -> Result<Learned, AttachGuestError> {
+    let mut learned = inspect(name, qmp, pid, config).await?;
+    learned.refusals.extend(disk::busy(qmp).await?);
+    Ok(learned)
+}
+
+/// Returns what lasts about a guest.
+async fn inspect(
     name: &str,
     qmp: &Qmp,
     pid: i32,
@@ -361,7 +373,7 @@ pub async fn look_again(
     let Some(pid) = guest.pid().filter(|_| guest.is_attached()) else {
         return Ok(None);
     };
-    let learned = learn(guest.name(), qmp, pid, config).await?;
+    let learned = inspect(guest.name(), qmp, pid, config).await?;
     let mut refusals = learned.refusals;
     if refusals.is_empty() && learned.description != *guest.description() {
         let name = guest.name();

@@ -5,13 +5,11 @@ use super::found::Inserted;
 use super::options::shown;
 use crate::config::{HostConfig, ImageFormat, Network};
 use crate::observe::Blocker;
+use crate::process_path;
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-
-/// The maximum number of open files of a process that are examined.
-const FILES_MAX: usize = 4096;
 
 /// This host's names for the resources of one process.
 pub(super) struct Names<'a> {
@@ -303,66 +301,18 @@ impl Names<'_> {
 
     /// Returns a path of that process, as this process can open it.
     pub(super) fn seen_by_it(&self, path: &str) -> PathBuf {
-        let process = PathBuf::from(format!("/proc/{}", self.pid));
-        let path = self.absolute(path);
-        match path.strip_prefix("/") {
-            Ok(rest) => process.join("root").join(rest),
-            Err(_) => process.join("root").join(path),
-        }
+        process_path::seen_from_here(self.pid, Path::new(path))
+    }
+
+    /// Returns whether that process finds a file by this path again.
+    pub(super) fn opens_again(&self, path: &str) -> bool {
+        process_path::opens_again(self.pid, Path::new(path))
     }
 
     /// Returns a path of that process, made absolute.
     fn absolute(&self, path: &str) -> PathBuf {
-        if path.starts_with('/') {
-            return PathBuf::from(path);
-        }
-        let process = format!("/proc/{}", self.pid);
-        let folder = fs::read_link(format!("{process}/cwd")).unwrap_or_default();
-        let plain = folder.join(path);
-        if fs::exists(Path::new(&process).join("root").join(below(&plain))).unwrap_or(false) {
-            return plain;
-        }
-        // QEMU goes to `/` when it becomes a daemon, after it opened its files.
-        self.opened(path).unwrap_or(plain)
+        process_path::absolute(self.pid, Path::new(path))
     }
-
-    /// Returns the absolute path of a file that QEMU opened by a relative one: of the file itself
-    /// if it is open, else of the same folder as the files that are.
-    fn opened(&self, path: &str) -> Option<PathBuf> {
-        let process = format!("/proc/{}", self.pid);
-        let mut links: Vec<PathBuf> = fs::read_dir(format!("{process}/fd"))
-            .ok()?
-            .take(FILES_MAX)
-            .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
-            .filter(|link| link.is_absolute())
-            .collect();
-        links.sort_unstable();
-        links.dedup();
-        let plain = path.strip_prefix("./").unwrap_or(path);
-        let mut named = links.iter().filter(|link| link.ends_with(plain));
-        if let Some(first) = named.next() {
-            return named.next().is_none().then(|| first.clone());
-        }
-        let there = |folder: &Path| {
-            let file = folder.join(plain);
-            let seen = Path::new(&process).join("root").join(below(&file));
-            seen.is_file().then_some(file)
-        };
-        let mut found: Vec<PathBuf> = links
-            .iter()
-            .filter_map(|link| there(link.parent()?))
-            .collect();
-        found.dedup();
-        match found.as_slice() {
-            [file] => Some(file.clone()),
-            _ => None,
-        }
-    }
-}
-
-/// Returns a path without its first slash.
-fn below(path: &Path) -> &Path {
-    path.strip_prefix("/").unwrap_or(path)
 }
 
 /// Returns the bridge that an interface is a port of.

@@ -1,8 +1,8 @@
 //! Finds the base image of a disk, as its running QEMU has it.
 
-use super::drives::seen_from_here;
 use super::graph::{Graph, Known};
 use crate::open_files::open_files;
+use crate::process_path::seen_from_here;
 use crate::qmp::{Qmp, QmpError};
 use std::fs;
 use std::io;
@@ -49,7 +49,7 @@ impl Backing {
         };
         let ours = fs::metadata(ours)?;
         let ours = (ours.dev(), ours.ino());
-        let theirs = seen_from_here(Path::new(path), pid);
+        let theirs = seen_from_here(pid, Path::new(path));
         // Its path may name another file by now.
         let theirs = fs::metadata(theirs).map(|file| (file.dev(), file.ino()));
         if !theirs.is_ok_and(|theirs| theirs == ours) {

@@ -1,6 +1,7 @@
 //! Lists the drives of a running QEMU: its disk and CD devices, by every name that QEMU gives them.
 
 use super::graph::{Graph, Known};
+use crate::process_path::seen_from_here;
 use crate::qmp::{Qmp, QmpError};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -64,20 +65,16 @@ pub struct Drive {
 }
 
 impl Drive {
+    /// Returns where its file is, for us. The process is QEMU's.
+    pub fn seen_file(&self, pid: i32) -> Option<PathBuf> {
+        let file = self.inserted.as_ref()?.file.as_deref()?;
+        Some(seen_from_here(pid, file))
+    }
+
     /// Returns whether this image of ours is in it. The process is QEMU's.
     pub fn has(&self, image: &Path, pid: i32) -> bool {
-        let file = self.inserted.as_ref().and_then(|one| one.file.as_deref());
-        let theirs = file.and_then(|file| identity(&seen_from_here(file, pid)));
+        let theirs = self.seen_file(pid).and_then(|file| identity(&file));
         theirs.is_some() && theirs == identity(image)
-    }
-}
-
-/// Returns where a path of a process leads, for us.
-pub(super) fn seen_from_here(path: &Path, pid: i32) -> PathBuf {
-    let process = Path::new("/proc").join(pid.to_string());
-    match path.strip_prefix("/") {
-        Ok(rest) => process.join("root").join(rest),
-        Err(_) => process.join("cwd").join(path),
     }
 }
 

@@ -4,12 +4,14 @@
 //! that are there in full, as `-blockdev` in JSON. The nodes of all other disks are kept instead of
 //! being created again ([`super::held`]).
 
-use super::drives::{Drive, drives, seen_from_here};
-use super::graph::{FILTERS, Graph, JOBS, Known};
+use super::drives::{Drive, drives};
+use super::graph::{FILTERS, Graph, Known, is_of_job};
 use super::held::Held;
 use super::nodes::{Above, DiskNodes, NodesError, refuse, text};
+use super::threads::has_thread;
 use crate::observe::Blocker;
 use crate::open_files::open_files;
+use crate::process_path::{opens_again, seen_from_here};
 use crate::qmp::{Qmp, QmpError};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -61,13 +63,40 @@ pub async fn find(qmp: &Qmp, pid: i32, device: &str) -> Result<DiskNodes, FindEr
     let (graph, known) = tokio::try_join!(Graph::ask(qmp), Known::ask(qmp))?;
     let line = command_line(pid);
     let mut found = read(&line, device, &graph, &known)?;
-    if let Some(held) = &mut found.held {
-        held.pid = pid;
-        if found.grows {
-            held.image = Some(image(qmp, pid, &found.file).await?);
-        }
+    if found.held.is_none() {
+        return Ok(found);
     }
+    let stays_open = stays_open(qmp, pid, &found).await?;
+    let image = match found.grows {
+        true => Some(image(qmp, pid, &found.file).await?),
+        false => None,
+    };
+    found.held = Some(Held {
+        device: device.to_owned(),
+        pid,
+        image,
+        stays_open,
+    });
     Ok(found)
+}
+
+/// Returns whether a disk's file must stay open, because QEMU does not find it again.
+async fn stays_open(qmp: &Qmp, pid: i32, nodes: &DiskNodes) -> Result<bool, FindError> {
+    let is_read_only = nodes.file.get("read-only") == Some(&Value::Bool(true));
+    let name = text(&nodes.file, "filename").unwrap_or_default();
+    if is_read_only || opens_again(pid, Path::new(name)) {
+        return Ok(false);
+    }
+    // The locks of a growing image leave no permission that keeps it open. The node that keeps it
+    // open is made while the guest runs, and QEMU 10.0 aborts if an I/O thread uses the disk.
+    if nodes.grows || has_thread(qmp, nodes).await? {
+        let why = format!(
+            "its QEMU became a daemon and does not find {name} in `/`, where it would open it again"
+        );
+        let hint = "start the guest with the image's whole path";
+        return Err(NodesError::new(why, hint).into());
+    }
+    Ok(true)
 }
 
 /// Returns the nodes of a device's disk that has a disk export below it, for which no nodes were
@@ -175,6 +204,7 @@ fn read(
             device: device.to_owned(),
             pid: 0,
             image: None,
+            stays_open: false,
         }),
     })
 }
@@ -210,7 +240,7 @@ fn passes_on(
 }
 
 fn other_driver(driver: &str) -> NodesError {
-    if JOBS.contains(&driver) {
+    if is_of_job(driver) {
         let hint = "let the job end, or end it (QMP `job-cancel`)";
         return NodesError::new(format!("a job works on it (`{driver}`)"), hint);
     }
@@ -250,6 +280,10 @@ fn on_line(
 ) -> Option<DiskNodes> {
     let mut nodes = nodes(arguments);
     let file = nodes.remove(node)?;
+    // QEMU cannot open a relative name again if it became a daemon since.
+    if text(&file, "filename").is_some_and(|name| Path::new(name).is_relative()) {
+        return None;
+    }
     let found = match above {
         Some(above) => DiskNodes::new(nodes.remove(above)?, file),
         None => DiskNodes::direct(device.to_owned(), file),
@@ -311,7 +345,7 @@ async fn image(qmp: &Qmp, pid: i32, file: &Map<String, Value>) -> Result<(u64, u
     };
     let path = match handed {
         Some(fd) => format!("/proc/{pid}/fd/{fd}").into(),
-        None => seen_from_here(Path::new(name), pid),
+        None => seen_from_here(pid, Path::new(name)),
     };
     let wanted = fs::metadata(path).ok().map(|file| (file.dev(), file.ino()));
     let open = open_files(pid).map(|files| {

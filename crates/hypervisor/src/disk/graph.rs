@@ -8,13 +8,18 @@ use std::collections::BTreeMap;
 /// The drivers of filters that may be above a disk's format node.
 pub(super) const FILTERS: [&str; 2] = ["copy-on-read", "throttle"];
 /// The drivers of filters that a job puts on the node that it works on.
-pub(super) const JOBS: [&str; 5] = [
+const JOBS: [&str; 5] = [
     "backup-top",
     "commit_top",
     "copy-before-write",
     "mirror_top",
     "stream",
 ];
+
+/// Returns whether a driver is that of a filter that a job puts on the node that it works on.
+pub(crate) fn is_of_job(driver: &str) -> bool {
+    JOBS.contains(&driver)
+}
 
 /// QEMU's answer about its named nodes.
 pub(super) struct Known(Value);
@@ -53,9 +58,7 @@ impl Known {
             let driver = self.driver(node).unwrap_or_default();
             let below = match &*driver {
                 filter if FILTERS.contains(&filter) => graph.child(node, "file"),
-                job if JOBS.contains(&job) => {
-                    graph.child(node, "backing").or(graph.child(node, "file"))
-                }
+                job if is_of_job(job) => graph.child(node, "backing").or(graph.child(node, "file")),
                 _ => None,
             };
             match below {

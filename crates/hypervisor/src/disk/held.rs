@@ -8,11 +8,11 @@
 
 use super::graph::{Graph, Known};
 use super::jobs::jobs;
-use super::{Change, DiskNodes, Front, REOPEN_TIMEOUT, RemoveError, add};
+use super::{Change, DiskNodes, Front, InsertError, REOPEN_TIMEOUT, RemoveError, add};
 use crate::open_files::open_files;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 
@@ -30,6 +30,9 @@ pub(super) struct Held {
     /// The image's device and inode, for an image that grows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) image: Option<(u64, u64)>,
+    /// Whether QEMU must not open the image again: it cannot find it by its relative name.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) stays_open: bool,
 }
 
 impl Held {
@@ -43,6 +46,22 @@ impl Held {
             }
         }
         Err(io::Error::other("QEMU does not have it open"))
+    }
+
+    /// Returns the options of the node that holds the file's node.
+    ///
+    /// QEMU opens a file again for reading only when nothing may write to it any more. So that it
+    /// keeps the file as it is, the node may change the file's length, and never does. With the
+    /// other two permissions by which a file stays open for writing, QEMU could not end its use of
+    /// the file in a migration.
+    fn holding(&self, holder: &str, file: &str) -> Value {
+        match self.stays_open {
+            false => json!({"driver": "raw", "node-name": holder, "file": file}),
+            true => json!({
+                "driver": "blkdebug", "node-name": holder, "image": file,
+                "take-child-perms": ["resize"],
+            }),
+        }
     }
 }
 
@@ -60,13 +79,24 @@ pub(super) async fn hold(
     front: &Front,
     graph: &Graph,
 ) -> Result<(), QmpError> {
-    match nodes.holder(front) {
-        Some(holder) if !graph.has(&holder) => {
-            let options = json!({"driver": "raw", "node-name": holder, "file": nodes.file_name});
-            add(qmp, options).await
+    match (nodes.holder(front), &nodes.held) {
+        (Some(holder), Some(held)) if !graph.has(&holder) => {
+            add(qmp, held.holding(&holder, &nodes.file_name)).await
         }
         _ => Ok(()),
     }
+}
+
+/// Creates the node that keeps a file open which QEMU cannot open again, if there is such a file.
+/// QEMU takes one more permission for it. It cannot do so once others have locked the image on its
+/// behalf.
+pub async fn keep_open(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), InsertError> {
+    if !nodes.held.as_ref().is_some_and(|held| held.stays_open) {
+        return Ok(());
+    }
+    let graph = Graph::ask(qmp).await.map_err(InsertError::Refused)?;
+    let held = hold(qmp, nodes, front, &graph).await;
+    held.map_err(InsertError::Refused)
 }
 
 /// Exchanges the child of a node that need not have a name. QEMU drains the disk's requests

@@ -1,20 +1,21 @@
 //! Queries the jobs on a guest's disks.
 
+use crate::observe::Blocker;
 use crate::qmp::{Qmp, QmpError};
 
 /// A job of QEMU on its block nodes, such as a backup or a mirror.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Job {
+pub(super) struct Job {
     /// Its name.
-    pub id: String,
+    pub(super) id: String,
     /// Its type, in QEMU's word: `backup`, `mirror`, `commit`, `stream`, ...
-    pub kind: String,
+    pub(super) kind: String,
     /// Its state, in QEMU's word: `running`, `ready`, ...
-    pub status: String,
+    status: String,
 }
 
 /// Returns the jobs that have not ended.
-pub async fn jobs(qmp: &Qmp) -> Result<Vec<Job>, QmpError> {
+pub(super) async fn jobs(qmp: &Qmp) -> Result<Vec<Job>, QmpError> {
     let jobs = qmp.query("query-jobs").await?;
     let jobs = jobs.as_array().into_iter().flatten();
     let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
@@ -26,4 +27,17 @@ pub async fn jobs(qmp: &Qmp) -> Result<Vec<Job>, QmpError> {
     Ok(jobs
         .filter(|job| !matches!(job.status.as_str(), "concluded" | "null"))
         .collect())
+}
+
+/// Returns the jobs that have not ended, each as a reason that prevents a move.
+pub async fn busy(qmp: &Qmp) -> Result<Vec<Blocker>, QmpError> {
+    let jobs = jobs(qmp).await?.into_iter();
+    let jobs = jobs.map(|job| Blocker {
+        text: format!(
+            "QEMU is busy with the guest's disks: job {} ({}, {})",
+            job.id, job.kind, job.status
+        ),
+        hint: "let it end, or end it (QMP `job-cancel`), before the guest moves".to_owned(),
+    });
+    Ok(jobs.collect())
 }

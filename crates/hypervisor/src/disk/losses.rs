@@ -2,8 +2,11 @@
 //! bitmaps that no image holds, and limits on I/O. Exports of its disks prevent a move.
 
 use super::graph::Graph;
+use crate::command_line::format_node;
+use crate::hardware;
+use crate::manager::Guest;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
 /// A dirty bitmap of a disk that is in QEMU's memory only.
@@ -15,7 +18,7 @@ pub struct LostBitmap {
     pub name: String,
 }
 
-/// Limits on a disk's I/O.
+/// Limits on a disk's I/O that were set since the guest started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
     /// The disk's device.
@@ -44,8 +47,9 @@ pub struct Losses {
     pub limits: Vec<Limits>,
 }
 
-/// Returns what a move of a guest loses of its disks.
-pub async fn losses(qmp: &Qmp) -> Result<Losses, QmpError> {
+/// Returns what a move of a guest loses of its disks. The limits that its description has move
+/// along. That of a guest that was attached to has all of them.
+pub async fn losses(qmp: &Qmp, guest: &Guest) -> Result<Losses, QmpError> {
     let flat = json!({"flat": true});
     let (devices, graph, nodes) = tokio::try_join!(
         qmp.query("query-block"),
@@ -62,9 +66,16 @@ pub async fn losses(qmp: &Qmp) -> Result<Losses, QmpError> {
             node = below;
         }
     }
+    let hardware = guest.description().hardware.as_ref();
+    let described = hardware.map(hardware::limits).unwrap_or_default();
+    let described = described.into_iter();
+    let described = described.map(|(disk, limits)| (format_node(disk), limits));
     Ok(Losses {
         bitmaps: bitmaps(&nodes, &disks),
-        limits: limits(&devices),
+        limits: match guest.is_attached() {
+            true => Vec::new(),
+            false => limits(&devices, &described.collect()),
+        },
     })
 }
 
@@ -116,7 +127,8 @@ fn bitmaps(nodes: &Value, disks: &BTreeMap<String, String>) -> Vec<LostBitmap> {
     found
 }
 
-fn limits(devices: &Value) -> Vec<Limits> {
+/// Returns the limits that are not those described, which are by the disk's node.
+fn limits(devices: &Value, described: &BTreeMap<String, Map<String, Value>>) -> Vec<Limits> {
     const NAMES: [&str; 12] = [
         "bps",
         "bps_rd",
@@ -134,12 +146,19 @@ fn limits(devices: &Value) -> Vec<Limits> {
     let devices = devices.as_array().into_iter().flatten();
     let of_device = |device: &Value| {
         let inserted = device.get("inserted")?;
-        let limit = |name: &&str| {
-            let limit = inserted[*name].as_u64().filter(|limit| *limit > 0)?;
-            Some(((*name).to_owned(), limit))
+        let of = |limit: &dyn Fn(&str) -> Option<u64>| -> BTreeMap<String, u64> {
+            let limit = |name: &&str| {
+                let limit = limit(name).filter(|limit| *limit > 0)?;
+                Some(((*name).to_owned(), limit))
+            };
+            NAMES.iter().filter_map(limit).collect()
         };
-        let limits: BTreeMap<String, u64> = NAMES.iter().filter_map(limit).collect();
-        (!limits.is_empty()).then(|| Limits {
+        let limits = of(&|name| inserted[name].as_u64());
+        let node = inserted["node-name"].as_str().unwrap_or_default();
+        let is_described = described
+            .get(node)
+            .is_some_and(|it| of(&|name| it.get(name)?.as_u64()) == limits);
+        (!limits.is_empty() && !is_described).then(|| Limits {
             of: name_of(device),
             limits,
         })
@@ -175,12 +194,18 @@ mod tests {
     fn limits_are_those_that_are_set() {
         let devices = json!([
             {"device": "", "qdev": "/machine/peripheral/vda/virtio-backend",
-             "inserted": {"bps": 1_000_000, "bps_rd": 0, "iops_wr": 7, "iops_size": 9}},
+             "inserted": {"node-name": "disk-vda", "bps": 1_000_000, "bps_rd": 0, "iops_wr": 7,
+                          "iops_size": 9}},
             {"device": "drive0", "qdev": "/machine/unattached/device[3]",
              "inserted": {"bps": 0, "iops": 0}},
             {"device": "cd0", "qdev": "sr0"},
         ]);
-        let limits = limits(&devices);
+        let described = |bps: u64| {
+            let limits = json!({"bps": bps, "iops_wr": 7, "iops": 0, "group": "g"});
+            BTreeMap::from([("disk-vda".to_owned(), limits.as_object().unwrap().clone())])
+        };
+        assert_eq!(limits(&devices, &described(1_000_000)), []);
+        let limits = limits(&devices, &described(2_000_000));
         assert_eq!(limits.len(), 1);
         assert_eq!(limits[0].of, "vda");
         let set: Vec<_> = limits[0].limits.iter().collect();

@@ -20,17 +20,20 @@ pub use backing::{Backing, backing};
 pub(crate) use drives::device_path;
 pub use drives::{Drive, Inserted, drives};
 pub use find::{FindError, device_of, find, find_below_export, refusals};
-pub use jobs::{Job, jobs};
+pub(crate) use graph::is_of_job;
+pub use held::keep_open;
+pub use jobs::busy;
 pub use layout::{Layout, LayoutChanged};
 pub use losses::{DiskExport, Limits, Losses, LostBitmap, exports, losses};
 pub use nodes::{DiskNodes, NodesError};
 
+use crate::process_path::absolute;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use graph::{Graph, Known};
 use held::{hold, remember_length};
 use nodes::{Above, reopened};
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use threads::has_thread;
 
@@ -316,6 +319,11 @@ async fn correct_backing_files(
 ) -> Result<(), RemoveError> {
     let Some(image) = nodes::text(&nodes.file, "filename") else {
         return Ok(());
+    };
+    // A relative name would be taken from the overlay's folder.
+    let image = match &nodes.held {
+        Some(held) => absolute(held.pid, Path::new(image)),
+        None => PathBuf::from(image),
     };
     let look = async || tokio::try_join!(Known::ask(qmp), Graph::ask(qmp));
     let (known, graph) = look().await.map_err(RemoveError::Refused)?;

@@ -153,11 +153,17 @@ pub(super) fn reopened(
 ) -> Map<String, Value> {
     let mut options = options.clone();
     options.insert("file".to_owned(), below.into());
-    // QEMU opened it by the image's header, and requires the value.
-    if !options.contains_key("backing")
-        && let Some(backing) = graph.child(name, "backing")
-    {
-        options.insert("backing".to_owned(), backing.as_str().into());
+    // QEMU requires it also where the image's header gave it. A job such as `block-stream` may have
+    // changed it since.
+    match graph.child(name, "backing") {
+        Some(backing) => {
+            options.insert("backing".to_owned(), backing.as_str().into());
+        }
+        None => {
+            if let Some(backing) = options.get_mut("backing") {
+                *backing = Value::Null;
+            }
+        }
     }
     options
 }
@@ -197,6 +203,7 @@ fn check_qcow2(format: &Map<String, Value>, file: &Map<String, Value>) -> Result
 
 #[cfg(test)]
 mod tests {
+    use super::super::drives::Drives;
     use super::*;
     use serde_json::json;
 
@@ -239,5 +246,33 @@ mod tests {
         grows(&qcow2, &handed).unwrap_err();
         assert_eq!(grows(&raw, &handed), Ok(false));
         DiskNodes::direct("vda".to_owned(), object(file)).unwrap_err();
+    }
+
+    #[test]
+    fn a_format_node_is_reopened_with_the_backing_node_that_it_has() {
+        let graph = |edges: Value| {
+            let nodes = json!([
+                {"id": 1, "type": "block-driver", "name": "d"},
+                {"id": 2, "type": "block-driver", "name": "b"},
+            ]);
+            let graph = json!({"nodes": nodes, "edges": edges});
+            Graph::read(&graph, &Drives::of(json!([]))).unwrap()
+        };
+        let on_one = graph(json!([{"parent": 1, "child": 2, "name": "backing"}]));
+        let on_none = graph(json!([]));
+        let plain = json!({"driver": "qcow2", "node-name": "d", "file": "f"});
+        let named = json!({"driver": "qcow2", "node-name": "d", "file": "f", "backing": "b"});
+        let streamed = json!({"driver": "qcow2", "node-name": "d", "file": "f", "backing": "c"});
+        for (options, graph, expected) in [
+            (&plain, &on_one, Some(json!("b"))),
+            (&plain, &on_none, None),
+            (&named, &on_one, Some(json!("b"))),
+            (&named, &on_none, Some(Value::Null)),
+            (&streamed, &on_one, Some(json!("b"))),
+        ] {
+            let reopened = reopened("d", &object(options.clone()), "n", graph);
+            assert_eq!(reopened["file"], "n");
+            assert_eq!(reopened.get("backing"), expected.as_ref(), "{options}");
+        }
     }
 }

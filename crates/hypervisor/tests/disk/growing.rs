@@ -1,10 +1,11 @@
 //! Tests images that grow while they are used: qcow2, with snapshots and bitmaps in them.
 
+use crate::changed::{execute, job_is};
 use crate::common::emulators;
 use crate::load::Load;
 use crate::payload::Qemu;
 use crate::setting::{Setting, assert_same, nobody_is_connected, picture, qemu_img};
-use longhaul_hypervisor::disk::{InsertError, RemoveError, insert, remove, remove_all};
+use longhaul_hypervisor::disk::{InsertError, RemoveError, insert, insert_all, remove, remove_all};
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
@@ -88,6 +89,42 @@ async fn an_image_that_grows_goes_through_the_front_end_and_back() {
     for (_, emulator) in emulators() {
         for (iothread, named) in [(false, false), (true, true)] {
             grows_through_the_front_end(&emulator, iothread, named).await;
+        }
+    }
+}
+
+/// The command line names the backing node that the image had, and the image has none since.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_image_made_independent_stays_so() {
+    for (_, emulator) in emulators() {
+        for deleted in [false, true] {
+            let setting = Setting::qcow2(true);
+            let qemu = setting.guest(&emulator, false).await;
+            let load = Load::find(&qemu).await;
+            execute(
+                &qemu,
+                "block-stream",
+                json!({"job-id": "s", "device": "d0"}),
+            )
+            .await;
+            job_is(&qemu, "").await;
+            if deleted {
+                execute(&qemu, "blockdev-del", json!({"node-name": "b0"})).await;
+            }
+            let before = picture(&qemu).await;
+            assert!(!before.iter().any(|line| line.contains("\"backing\"")));
+            let server = setting.serve();
+            let disks = [(&setting.nodes, &setting.front)];
+            insert_all(&qemu.qmp, &disks).await.unwrap();
+            load.goes_on(10).await;
+            let within = picture(&qemu).await;
+            assert!(!within.iter().any(|line| line.contains("\"backing\"")));
+            remove_all(&qemu.qmp, &disks).await.unwrap();
+            nobody_is_connected(&server).await;
+            load.goes_on(3).await;
+            assert_same(&before, &picture(&qemu).await);
+            execute(&qemu, "stop", json!({})).await;
+            load.check(&setting.content());
         }
     }
 }

@@ -404,6 +404,17 @@ pub(crate) fn are_stopping(state: &Path, guest: &str) -> bool {
     }
 }
 
+/// Starts the process of an export, which locks the image.
+pub(crate) async fn supervise(
+    qmp: &Qmp,
+    nodes: &DiskNodes,
+    noted: &mut Noted,
+) -> Result<(), FrontError> {
+    let kept = disk::keep_open(qmp, nodes, &noted.front()).await;
+    kept.map_err(|error| noted.error(&error))?;
+    noted.supervise().await
+}
+
 /// Inserts disk exports below the disks of a running guest. Returns them, and the time that the
 /// guest was stopped for this.
 pub(crate) async fn insert_all(

@@ -4,7 +4,7 @@
 use crate::context::Context;
 use crate::disks::exports;
 use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::disk::{self, Drive, drives, jobs};
+use longhaul_hypervisor::disk::{self, Drive, busy, drives};
 use longhaul_hypervisor::observe::Blocker;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use std::fs;
@@ -17,17 +17,8 @@ pub(crate) async fn find(
     guest: &Guest,
     qmp: &Qmp,
 ) -> Result<Vec<Blocker>, QmpError> {
-    let (jobs, drives, exports) = tokio::try_join!(jobs(qmp), drives(qmp), disk::exports(qmp))?;
-    let mut found: Vec<Blocker> = jobs
-        .into_iter()
-        .map(|job| Blocker {
-            text: format!(
-                "QEMU is busy with the guest's disks: job {} ({}, {})",
-                job.id, job.kind, job.status
-            ),
-            hint: "let it end, or end it (QMP `job-cancel`), before the guest moves".to_owned(),
-        })
-        .collect();
+    let (jobs, drives, exports) = tokio::try_join!(busy(qmp), drives(qmp), disk::exports(qmp))?;
+    let mut found = jobs;
     found.extend(exports.into_iter().map(|export| {
         Blocker {
         text: format!(
@@ -72,7 +63,7 @@ fn other_file(drives: &[Drive], device: Option<&str>, image: &Path, pid: i32) ->
     };
     let drive = drives.iter().find(|drive| drive.device == device)?;
     let file = drive.inserted.as_ref()?.file.as_deref()?;
-    are_two(file, image).then(|| file.display().to_string())
+    are_two(&drive.seen_file(pid)?, image).then(|| file.display().to_string())
 }
 
 /// Returns whether both exist and are different files or devices. A file that does not exist is

@@ -2,7 +2,7 @@
 //! reports.
 
 use crate::disks::exports::{
-    Below, FrontError, LeftDisk, device_and_nodes, insert_all, make, shown,
+    Below, FrontError, LeftDisk, device_and_nodes, insert_all, make, shown, supervise,
 };
 use crate::source::local_disks::may_be_left;
 use crate::source::qemu::SourceQemu;
@@ -77,7 +77,7 @@ impl Fronts {
             let mut noted = make(state, guest, n, of).map_err(|error| of_disk(&error))?;
             let watch = Watch::begin(disk, &noted.folder(), sending);
             fronts.watches.push(watch.map_err(|error| of_disk(&error))?);
-            noted.supervise().await?;
+            supervise(qmp, &nodes, &mut noted).await?;
             all_noted.push(noted);
             all_nodes.push(nodes);
         }

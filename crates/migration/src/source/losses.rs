@@ -2,23 +2,20 @@
 //! set at run time.
 
 use longhaul_api::Check;
+use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::disk::{self, Limits, LostBitmap};
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
-use longhaul_protocol::guest::GuestDescription;
 
 /// Returns a warning for each loss.
 pub(crate) async fn checks(
+    guest: &Guest,
     qmp: &Qmp,
-    guest: &GuestDescription,
     destination: &str,
 ) -> Result<Vec<Check>, QmpError> {
-    let losses = disk::losses(qmp).await?;
-    let mut checks: Vec<Check> = losses.bitmaps.iter().map(bitmap).collect();
-    // The description of a guest that was attached to holds its limits.
-    if guest.hardware.is_none() {
-        checks.extend(losses.limits.iter().map(|one| limits(one, destination)));
-    }
-    Ok(checks)
+    let losses = disk::losses(qmp, guest).await?;
+    let bitmaps = losses.bitmaps.iter().map(bitmap);
+    let limits = losses.limits.iter().map(|one| limits(one, destination));
+    Ok(bitmaps.chain(limits).collect())
 }
 
 fn bitmap(lost: &LostBitmap) -> Check {

@@ -212,7 +212,7 @@ async fn look_here(
     plan.checks
         .extend(reasons.into_iter().map(Reason::into_check));
     plan.checks.extend(described::ports(&guest));
-    let losses = losses::checks(qmp, &guest, &candidate.host.name).await;
+    let losses = losses::checks(&candidate.guest, qmp, &candidate.host.name).await;
     plan.checks.extend(losses.map_err(|error| qemu(&error))?);
     let query = Query { guest, machine };
     let mut seen = Look::default();

@@ -3,7 +3,7 @@
 
 use crate::context::Context;
 use crate::disks::exports::{
-    self, Below, FrontError, Noted, device_and_nodes, insert_all, make, shown,
+    self, Below, FrontError, Noted, device_and_nodes, insert_all, make, shown, supervise,
 };
 use crate::disks::tracked_writes::{self, TrackedDisk};
 use crate::source::local_disks::{self, Known, LocalDisk};
@@ -99,7 +99,7 @@ async fn put_in(
         let image_bytes = disk.offered.image_bytes;
         let begun = block_in_place(|| tracking::begin(&noted.folder(), image_bytes));
         begun.map_err(|error| of_disk(&error))?;
-        noted.supervise().await?;
+        supervise(qmp, &nodes, &mut noted).await?;
         all_noted.push(noted);
         all_nodes.push(nodes);
     }
