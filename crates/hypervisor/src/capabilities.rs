@@ -648,7 +648,7 @@ impl<'a> Question<'a> {
 
     fn folders(&self, checks: &mut Vec<Check>) {
         let host = self.host;
-        let names: BTreeSet<&str> = hardware::folders(self.guest).collect();
+        let names: BTreeSet<&str> = hardware::shared_folders(self.guest).collect();
         for name in names {
             let check = match self.capabilities.folders.get(name) {
                 Some(true) => Check {

@@ -38,7 +38,7 @@ pub mod tested;
 
 pub use capabilities::Accelerator;
 pub use command_line::ResolveError;
-pub use hardware::folders;
+pub use hardware::shared_folders;
 pub use manager::Guest;
 pub use open_files::has_open;
 pub use qmp::Qmp;

@@ -45,8 +45,8 @@ const OF_THE_HOST: [&str; 10] = [
     "drive", "chardev", "netdev", "iothread", "memdev", "rng", "romfile", "audiodev", "werror",
     "rerror",
 ];
-/// Lines of the device tree that the guest's firmware changes: `busnr` is the number of a bus by its
-/// bridge, and `addr 0.1, port 1, ...` a device's address on a USB bus.
+/// Lines of the device tree that the guest's firmware changes: `busnr` is the number of a bus by
+/// its bridge, and `addr 0.1, port 1, ...` a device's address on a USB bus.
 const BY_GUEST: [&str; 6] = ["bar ", "class ", "mmio ", "MCFG = ", "busnr = ", "addr "];
 /// The place of a device on its bus, which begins in the same way.
 const PLACE: &str = "addr = ";

@@ -83,7 +83,8 @@ fn words_of_the_machine_become_settings() {
 #[test]
 fn words_without_weight_are_passed_over() {
     let line = "-object secret,id=s,data=x -object authz-simple,id=z,identity=y -object \
-                tls-creds-x509,id=t,dir=/x -object rng-random,id=r,filename=/dev/urandom -object throttle-group,id=g -iscsi \
+                tls-creds-x509,id=t,dir=/x -object rng-random,id=r,filename=/dev/urandom \
+                -object throttle-group,id=g -iscsi \
                 initiator-name=iqn.x -sandbox on -pidfile /p -runas nobody -chroot /x -msg \
                 timestamp=on -overcommit mem-lock=off -compat deprecated-input=crash -trace \
                 enable=x -enable-fips -writeconfig /x -g 800x600 -alt-grab -no-quit -win2k-hack \

@@ -217,7 +217,7 @@ pub(crate) fn wiring(description: &GuestDescription, index: usize) -> Wiring {
 }
 
 /// Returns the names of the folders that a guest shares with its host.
-pub fn folders(description: &GuestDescription) -> impl Iterator<Item = &str> {
+pub fn shared_folders(description: &GuestDescription) -> impl Iterator<Item = &str> {
     description.hardware.iter().flat_map(families::folders)
 }
 

@@ -12,8 +12,8 @@ use crate::limits::allowances::{Arriving, State};
 use crate::limits::shared_dedup::Others;
 use longhaul_hypervisor::config::Network;
 use longhaul_hypervisor::description;
-use longhaul_hypervisor::folders;
 use longhaul_hypervisor::manager::Found;
+use longhaul_hypervisor::shared_folders;
 use longhaul_protocol::guest::{GuestDescription, Nic};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
@@ -271,7 +271,7 @@ fn named(
     if let Some(name) = nics.find(|name| other(&limits.networks, name)) {
         return Err(refused("networks", name));
     }
-    if let Some(name) = folders(guest).find(|name| other(&limits.folders, name)) {
+    if let Some(name) = shared_folders(guest).find(|name| other(&limits.folders, name)) {
         return Err(refused("folders", name));
     }
     match limits.networks.is_some() {
