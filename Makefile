@@ -15,7 +15,7 @@ demo: INSTALL := demo
 demo: install build ## move a running guest between two emulated hosts, and back (6 minutes)
 	$(LAB) demo
 
-test: install format checks lanes ## all tests: formatting, lints, checks, units, model, real moves (half an hour to an hour, by what is built already)
+test: install format checks lanes ## all tests: formatting, lints, checks, units, model, real moves (20 to 40 minutes, by what is built already)
 
 quick: format checks ## what to run all day: formatting, lints, checks, unit tests, model, attempts by seed (5 minutes once built)
 	@echo "== building libraries and programs, with lints"
@@ -102,12 +102,12 @@ model: tests ## explore the handover in every order of events (a minute; deeper:
 	@echo "== model of the handover"
 	target/tests/model
 
-# Guests wait for most of their time, so three lanes of tests run at once: these two, and all others.
+# Guests wait for much of their time, so three lanes of tests run at once: these two, and all others.
 # What the first two say is shown when all have ended. Before that, what follows a guest's memory as
 # it is written runs alone.
 ALONE := memory
-LANE_1 := disks guests
-LANE_2 := crash moves trouble
+LANE_1 := disks
+LANE_2 := crash guests moves trouble
 TESTS := $(wildcard $(addsuffix /tests/*.rs,crates/* crates/lab/* checks model))
 TESTS += $(patsubst %/main.rs,%.rs,$(wildcard $(addsuffix /tests/*/main.rs,crates/*)))
 TESTS := $(filter-out $(ALONE) $(LANE_1) $(LANE_2),$(sort $(basename $(notdir $(TESTS)))))
