@@ -106,8 +106,8 @@ model: tests ## explore the handover in every order of events (a minute; deeper:
 # What the first two say is shown when all have ended. Before that, what follows a guest's memory as
 # it is written runs alone.
 ALONE := memory
-LANE_1 := disks
-LANE_2 := crash guests moves trouble
+LANE_1 := disks one_file
+LANE_2 := attach crash guests moves trouble
 TESTS := $(wildcard $(addsuffix /tests/*.rs,crates/* crates/lab/* checks model))
 TESTS += $(patsubst %/main.rs,%.rs,$(wildcard $(addsuffix /tests/*/main.rs,crates/*)))
 TESTS := $(filter-out $(ALONE) $(LANE_1) $(LANE_2),$(sort $(basename $(notdir $(TESTS)))))

@@ -50,6 +50,8 @@ const OF_THE_HOST: [&str; 10] = [
 const BY_GUEST: [&str; 6] = ["bar ", "class ", "mmio ", "MCFG = ", "busnr = ", "addr "];
 /// The place of a device on its bus, which begins in the same way.
 const PLACE: &str = "addr = ";
+/// The beginning of the path of a device without an id that the board has.
+const UNNAMED: &str = "/machine/unattached/device[";
 /// The most differences that are reported.
 const SHOWN_MAX: usize = 12;
 
@@ -210,6 +212,11 @@ fn devices(tree: &str) -> Vec<String> {
             && !OF_THE_HOST.contains(&name)
             && !is_by_guest(text)
         {
+            // QEMU numbers the parts of the board, and an optional one before them counts.
+            let value = match value.trim_matches('"').starts_with(UNNAMED) {
+                true => UNNAMED,
+                false => value,
+            };
             found.push(format!("{}: {name} = {value}", shown(&path)));
         }
     }
