@@ -343,7 +343,7 @@ fn numbers<'a>(read: impl Fn(&str, &str) -> &'a Value) -> Map<String, Value> {
     }
     let set = names.into_iter().filter_map(|(of_drive, of_group)| {
         let value = read(&of_drive, &of_group);
-        // A burst lasts for a second where nothing is said.
+        // By default, a burst lasts for a second.
         let usual = u64::from(of_drive.ends_with("_length"));
         (value.as_u64()? > usual).then(|| (of_drive, value.clone()))
     });

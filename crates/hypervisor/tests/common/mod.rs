@@ -140,7 +140,6 @@ pub(crate) fn machines(label: &str) -> [&'static str; 2] {
 
 /// Returns whether one of many equal cases is to be tried on an emulator, by the numbers of both.
 /// Each case is tried on one emulator; with LONGHAUL_EVERY_CASE=1, on every one.
-#[allow(dead_code)]
 pub(crate) fn is_tried(case: usize, emulator: usize) -> bool {
     std::env::var_os("LONGHAUL_EVERY_CASE").is_some() || case % emulators().len() == emulator
 }

@@ -205,12 +205,19 @@ fn a_destination_without_room_is_refused_or_gives_the_move_up() {
         let _ = fs::write(&filling, vec![1; bytes]);
     };
     let to = stage.lab.host(1).unwrap();
+    let planned = |why: &str| {
+        let plan = stage.plan(0);
+        assert_eq!(plan["possible"], false, "{plan}");
+        assert!(plan.to_string().contains(why), "{plan}");
+    };
     fill(80 << 20);
+    planned("free for");
     let moving = stage.product.migrate(0, GUEST, to, &[]).unwrap();
     let refused = moving.finish(LIMIT).unwrap();
     assert!(refused.why().contains("free for"), "{}", refused.why());
     stage.stays();
     fs::write(stage.image(1), "somebody's").unwrap();
+    planned("already");
     let moving = stage.product.migrate(0, GUEST, to, &[]).unwrap();
     let refused = moving.finish(LIMIT).unwrap();
     assert!(refused.why().contains("already"), "{}", refused.why());

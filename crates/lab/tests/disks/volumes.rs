@@ -72,7 +72,7 @@ impl Drop for Volume {
 }
 
 impl Stage {
-    fn plan(&self, from: usize) -> Value {
+    pub(crate) fn plan(&self, from: usize) -> Value {
         let to = self.lab.host(1 - from).unwrap().name();
         let mut plan = self.product.agent(from).unwrap().command().unwrap();
         plan.args(["--json", "plan", GUEST, "--to", to]);
