@@ -120,13 +120,15 @@ lanes: e2e
 e2e: tests ## integration tests, and moves of real guests between emulated hosts (needs root)
 	@echo "== integration and end-to-end tests, in three lanes"
 	@[ "$$(id -u)" = 0 ] || { echo "The end-to-end tests make network namespaces: sudo make e2e" >&2; exit 1; }
-	@run() { $(CARGO) test --profile tests --workspace --locked --no-fail-fast "$$@"; }; \
-	status=0; run $(ALONE:%=--test %) || status=$$?; \
-	run $(LANE_1:%=--test %) > target/tests/lane-1.log 2>&1 & one=$$!; \
-	run $(LANE_2:%=--test %) > target/tests/lane-2.log 2>&1 & two=$$!; \
+	@run() { $(CARGO) test --profile tests --workspace --locked --no-fail-fast "$$@" 2>&1; }; \
+	log() { echo target/tests/lane-$$1.log; }; \
+	set -o pipefail; status=0; run $(ALONE:%=--test %) | tee $$(log 0) || status=$$?; \
+	run $(LANE_1:%=--test %) > $$(log 1) & one=$$!; \
+	run $(LANE_2:%=--test %) > $$(log 2) & two=$$!; \
 	[ -z "$(FIRST)" ] || $(MAKE) --no-print-directory $(FIRST) || status=$$?; \
-	run $(TESTS:%=--test %) || status=$$?; \
-	wait $$one || status=$$?; \
-	echo "== the first lane: $(LANE_1)"; cat target/tests/lane-1.log; \
-	wait $$two || status=$$?; \
-	echo "== the second lane: $(LANE_2)"; cat target/tests/lane-2.log; exit $$status
+	run $(TESTS:%=--test %) | tee $$(log 3) || status=$$?; \
+	wait $$one || status=$$?; echo "== the first lane: $(LANE_1)"; cat $$(log 1); \
+	wait $$two || status=$$?; echo "== the second lane: $(LANE_2)"; cat $$(log 2); \
+	[ $$status = 0 ] || { echo "== what failed (in full: target/tests/lane-*.log)"; \
+	    sed -n '/^failures:/,/^test result/p' $$(log '[0-3]') | tail -n 200; }; \
+	exit $$status

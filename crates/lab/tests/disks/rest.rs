@@ -140,17 +140,13 @@ fn a_cut_while_something_is_left_is_a_pause() {
         return;
     };
     let moving = cut_with_something_left(&stage);
-    // It accesses missing blocks with all its requests.
-    let stalls = || sum(stage.said(1), |disk| disk.waiting.unwrap_or(0)) > 0;
+    // It accesses missing blocks with all its requests. Blocks that were on their way at the cut
+    // still arrive, and a slow guest may only seem to stall.
+    let waits = || sum(stage.said(1), |disk| disk.waiting.unwrap_or(0)) > 0;
+    let stalls = || waits() && stands_still(&stage) && waits();
     assert!(wait_until(LIMIT, stalls), "{}", stage.logs());
-    assert!(
-        wait_until(LIMIT, || stands_still(&stage)),
-        "{}",
-        stage.logs()
-    );
     let left = left(stage.said(1));
     assert!(left > 0 && stage.image(0).exists());
-    assert!(stalls(), "what waits does not fail");
     for (host, words, said) in [
         (
             1,
