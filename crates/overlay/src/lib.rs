@@ -1,0 +1,19 @@
+//! The core of a *network*, an Ethernet segment that spans hosts: its switch and its frame plane.
+//!
+//! [`switch`] decides where a frame of one network goes: to ports of this host and to other hosts.
+//! `docs/frame-plane.md` is the normative description.
+//!
+//! Nothing here does I/O or reads a clock. Times are durations since any fixed instant, the same
+//! for all calls; they never decrease.
+
+pub mod address;
+mod bucket;
+mod checksum;
+pub mod ethernet;
+mod hash;
+pub mod neighbour;
+pub mod switch;
+
+pub use address::{Address, Mac, NetworkId};
+pub use bucket::Rate;
+pub use switch::{Switch, SwitchConfig};
