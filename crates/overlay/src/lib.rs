@@ -1,6 +1,7 @@
 //! The core of a *network*, an Ethernet segment that spans hosts: its switch and its frame plane.
 //!
 //! [`switch`] decides where a frame of one network goes: to ports of this host and to other hosts.
+//! [`seal`] seals and opens the datagrams between two hosts.
 //! `docs/frame-plane.md` is the normative description.
 //!
 //! Nothing here does I/O or reads a clock. Times are durations since any fixed instant, the same
@@ -12,6 +13,7 @@ mod checksum;
 pub mod ethernet;
 mod hash;
 pub mod neighbour;
+pub mod seal;
 pub mod switch;
 
 pub use address::{Address, Mac, NetworkId};

@@ -1,0 +1,93 @@
+//! Tests that the code matches the examples and limits of `docs/frame-plane.md`.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use longhaul_overlay::NetworkId;
+use longhaul_overlay::seal::{
+    EXPORTER_LABEL, HEADER_BYTES, KeyLimits, Kind, OVERHEAD_BYTES, Side, Suite, WINDOW_COUNTERS,
+    halves,
+};
+use longhaul_overlay::switch::{PORTS_MAX, PortConfig};
+use longhaul_overlay::{SwitchConfig, ethernet};
+use std::time::Duration;
+
+const PAGE: &str = include_str!("../../../docs/frame-plane.md");
+
+/// Returns the bytes of an example.
+fn example(name: &str) -> Vec<u8> {
+    let fence = format!("```bytes {name}\n");
+    let (_, rest) = PAGE
+        .split_once(&fence)
+        .unwrap_or_else(|| panic!("no example {name}"));
+    let (lines, _) = rest.split_once("```").unwrap();
+    let bytes = lines.lines().filter_map(|line| line.split('#').next());
+    let bytes = bytes.flat_map(str::split_whitespace);
+    bytes
+        .map(|byte| u8::from_str_radix(byte, 16).unwrap())
+        .collect()
+}
+
+fn says(text: &str) {
+    let page = PAGE.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(page.contains(text), "the page does not say: {text}");
+}
+
+#[test]
+fn datagrams_are_as_in_the_examples() {
+    let exported: [u8; 32] = std::array::from_fn(|index| index as u8);
+    let network = NetworkId(0x1122_3344_5566_7788);
+    // Epoch 0 has six datagrams.
+    let limits = KeyLimits {
+        epoch_packets: 6,
+        ..KeyLimits::default()
+    };
+    for (suite, name) in [
+        (Suite::Aes256Gcm, "aes-256-gcm"),
+        (Suite::ChaCha20Poly1305, "chacha20-poly1305"),
+    ] {
+        let now = Duration::ZERO;
+        let (mut sealer, _) = halves(now, &exported, Side::Dialler, suite, limits).unwrap();
+        let (_, mut opener) = halves(now, &exported, Side::Listener, suite, limits).unwrap();
+        for count in 0..7 {
+            let mut datagram = [0; OVERHEAD_BYTES + 5];
+            datagram[HEADER_BYTES..HEADER_BYTES + 5].copy_from_slice(b"frame");
+            sealer
+                .seal(now, 2, Kind::Frame, network, &mut datagram)
+                .unwrap();
+            if count >= 5 {
+                let mut expected = example(&format!("{name} epoch {}", count - 5));
+                assert_eq!(datagram[..], expected);
+                let opened = opener.open(now, &mut expected).unwrap();
+                assert_eq!(opened.payload, b"frame");
+                assert_eq!((opened.seen, opened.network), (2, network));
+            }
+        }
+    }
+}
+
+#[test]
+fn limits_are_as_on_the_page() {
+    let config = SwitchConfig::new([0, 0]);
+    assert_eq!((config.age.as_secs(), config.hold.as_secs()), (300, 30));
+    assert_eq!((config.moves_max, config.moves_window.as_secs()), (5, 10));
+    assert_eq!((config.macs_max, config.addresses_max), (16_384, 16_384));
+    assert_eq!(config.addresses_per_mac_max, 32);
+    assert_eq!(config.address_age.as_secs(), 120);
+    assert_eq!(config.settle.as_secs(), 3);
+    assert_eq!(PORTS_MAX, 4096);
+    assert_eq!(PortConfig::LOCAL.macs_max, 1024);
+    assert_eq!(PortConfig::HOST.macs_max, 8192);
+    assert_eq!(ethernet::FRAME_BYTES_MAX, 65_557);
+    let limits = KeyLimits::default();
+    assert_eq!(
+        (limits.epoch_packets, limits.packets_max),
+        (1 << 23, 1 << 27)
+    );
+    assert_eq!(
+        (limits.epoch_time.as_secs(), limits.grace.as_secs()),
+        (120, 10)
+    );
+    assert_eq!((limits.forged_max, WINDOW_COUNTERS), (1 << 36, 8128));
+    says(&format!("`{}`", str::from_utf8(EXPORTER_LABEL).unwrap()));
+    says("more than 8128 behind");
+    says("after 2^23 datagrams or 120 s");
+}
