@@ -1,6 +1,8 @@
 //! The core of a *network*, an Ethernet segment that spans hosts: its switch and its frame plane.
 //!
 //! [`switch`] decides where a frame of one network goes: to ports of this host and to other hosts.
+//! [`offload`] cuts super-frames for a path and merges them again.
+//! [`fragment`] splits frames that cannot be cut, [`control`] has the messages between hosts.
 //! [`seal`] seals and opens the datagrams between two hosts.
 //! `docs/frame-plane.md` is the normative description.
 //!
@@ -10,9 +12,12 @@
 pub mod address;
 mod bucket;
 mod checksum;
+pub mod control;
 pub mod ethernet;
+pub mod fragment;
 mod hash;
 pub mod neighbour;
+pub mod offload;
 pub mod seal;
 pub mod switch;
 

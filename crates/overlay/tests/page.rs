@@ -2,6 +2,9 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use longhaul_overlay::NetworkId;
+use longhaul_overlay::control::MESSAGES_MAX;
+use longhaul_overlay::fragment::{FRAGMENTS_MAX, PARTIAL_FRAMES_MAX, REASSEMBLY_TIME};
+use longhaul_overlay::offload::{Cut, HEADERS_BYTES_MAX, Merger, VirtioHeader};
 use longhaul_overlay::seal::{
     EXPORTER_LABEL, HEADER_BYTES, KeyLimits, Kind, OVERHEAD_BYTES, Side, Suite, WINDOW_COUNTERS,
     halves,
@@ -65,6 +68,30 @@ fn datagrams_are_as_in_the_examples() {
 }
 
 #[test]
+fn super_frames_are_cut_as_in_the_example() {
+    let whole = example("super-frame");
+    let (virtio, frame) = VirtioHeader::split(&whole).unwrap();
+    let cut = Cut::new(virtio, frame, 128).unwrap();
+    assert_eq!(
+        (cut.count(), cut.segment_bytes(), cut.last_bytes()),
+        (3, 128, 86)
+    );
+    let mut merger = Merger::new();
+    let mut merged = Vec::new();
+    let mut out = |virtio: &VirtioHeader, frame: &[u8]| {
+        merged.push([&virtio.to_bytes()[..], frame].concat());
+    };
+    for index in 0..3 {
+        let mut segment = [0; 128];
+        let length = cut.write(index, &mut segment).unwrap();
+        assert_eq!(segment[..length], example(&format!("segment {index}")));
+        merger.push(&segment[..length], &mut out);
+    }
+    merger.flush(&mut out);
+    assert_eq!(merged, [whole]);
+}
+
+#[test]
 fn limits_are_as_on_the_page() {
     let config = SwitchConfig::new([0, 0]);
     assert_eq!((config.age.as_secs(), config.hold.as_secs()), (300, 30));
@@ -88,6 +115,9 @@ fn limits_are_as_on_the_page() {
     );
     assert_eq!((limits.forged_max, WINDOW_COUNTERS), (1 << 36, 8128));
     says(&format!("`{}`", str::from_utf8(EXPORTER_LABEL).unwrap()));
+    assert_eq!((FRAGMENTS_MAX, PARTIAL_FRAMES_MAX), (16, 16));
+    assert_eq!((REASSEMBLY_TIME.as_secs(), MESSAGES_MAX), (1, 64));
+    assert_eq!(HEADERS_BYTES_MAX, 256);
     says("more than 8128 behind");
     says("after 2^23 datagrams or 120 s");
 }
