@@ -9,6 +9,7 @@ use longhaul_overlay::seal::{
     EXPORTER_LABEL, HEADER_BYTES, KeyLimits, Kind, OVERHEAD_BYTES, Side, Suite, WINDOW_COUNTERS,
     halves,
 };
+use longhaul_overlay::session::{MTU_STEP_BYTES, SessionConfig};
 use longhaul_overlay::switch::{PORTS_MAX, PortConfig};
 use longhaul_overlay::{SwitchConfig, ethernet};
 use std::time::Duration;
@@ -118,6 +119,17 @@ fn limits_are_as_on_the_page() {
     assert_eq!((FRAGMENTS_MAX, PARTIAL_FRAMES_MAX), (16, 16));
     assert_eq!((REASSEMBLY_TIME.as_secs(), MESSAGES_MAX), (1, 64));
     assert_eq!(HEADERS_BYTES_MAX, 256);
+    let session = SessionConfig::default();
+    assert_eq!(
+        (session.pulse.as_secs(), session.silent_after.as_secs()),
+        (5, 15)
+    );
+    assert_eq!(session.previous_grace.as_secs(), 10);
+    assert_eq!(session.confirm_grace.as_secs(), 1);
+    assert_eq!((session.mtu.base, session.mtu.probes_max), (1200, 3));
+    assert_eq!(session.mtu.probe_time.as_secs(), 1);
+    assert_eq!(session.mtu.confirm_time.as_secs(), 5);
+    assert_eq!((session.mtu.raise_time.as_secs(), MTU_STEP_BYTES), (600, 8));
     says("more than 8128 behind");
     says("after 2^23 datagrams or 120 s");
 }
