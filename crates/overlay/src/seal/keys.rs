@@ -1,4 +1,7 @@
 //! Derives the keys of a pair of hosts from a secret of their QUIC connection (HKDF, RFC 5869).
+//!
+//! Secrets of chains and nonces are overwritten when they are dropped. The cryptographic library
+//! does not overwrite its own copies of expanded keys.
 
 use super::SealError;
 use ring::aead::{self, Aad, LessSafeKey, Nonce, UnboundKey};
