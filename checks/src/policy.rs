@@ -1,16 +1,17 @@
 //! Holds the lists that the checks use. Each exception has its reason beside it.
 
 /// The cores: packages without sockets, files, clocks, threads and async.
-pub const CORES: [&str; 5] = [
+pub const CORES: [&str; 6] = [
     "longhaul-protocol",
     "longhaul-codec",
     "longhaul-qemu-stream",
     "longhaul-engine",
     "longhaul-attempt",
+    "longhaul-paths",
 ];
 
 /// The dependencies allowed for each package of the workspace (without those of its tests).
-pub const DIRECTION: [(&str, &[&str]); 22] = [
+pub const DIRECTION: [(&str, &[&str]); 23] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
@@ -19,6 +20,7 @@ pub const DIRECTION: [(&str, &[&str]); 22] = [
         "longhaul-attempt",
         &["longhaul-protocol", "longhaul-engine"],
     ),
+    ("longhaul-paths", &["longhaul-protocol"]),
     ("longhaul-hypervisor", &CORES),
     ("longhaul-storage", &CORES),
     ("longhaul-image", &["longhaul-storage"]),
