@@ -1,7 +1,8 @@
 //! What two hosts say to each other about their paths, through a rendezvous server.
 //!
-//! `crates/realm` encodes these types. A message has at most [`CANDIDATES_MAX`] candidates, so about
-//! 400 bytes. Unknown origins and plans of later versions are dropped by the decoder.
+//! The protocol of the rendezvous encodes these types. A message has at most [`CANDIDATES_MAX`]
+//! candidates, so about 400 bytes. Its decoder drops unknown origins of later versions, and takes
+//! an unknown plan as [`Plan::Punch`].
 //!
 //! [`CANDIDATES_MAX`]: crate::tuning::CANDIDATES_MAX
 

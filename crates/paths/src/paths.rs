@@ -13,7 +13,7 @@ use crate::message::{Message, Offer};
 use crate::random::Random;
 use crate::reason::Obstacle;
 use crate::route::{Route, SocketId};
-use crate::tuning::ACKS_PER_SECOND_MAX;
+use crate::tuning::{ACKS_BURST_MAX, ACKS_PER_SECOND_MAX};
 use choice::Relay;
 use longhaul_protocol::HostId;
 use pair::Pairs;
@@ -138,8 +138,8 @@ pub struct Paths {
     sockets: Vec<SocketId>,
     /// No probe may be sent before, since other peers were first.
     paced_until: Duration,
-    /// Acknowledgements in the second that begins here.
-    acks: (Duration, u32),
+    /// When the next acknowledgement would be sent if they were spread evenly.
+    next_ack_at: Duration,
     /// When a relay that refused may be tried again.
     recheck_at: Option<Duration>,
     actions: VecDeque<Action>,
@@ -173,7 +173,7 @@ impl Paths {
             obstacle: None,
             sockets: Vec::new(),
             paced_until: Duration::ZERO,
-            acks: (Duration::ZERO, 0),
+            next_ack_at: Duration::ZERO,
             recheck_at: None,
             actions: VecDeque::new(),
         }
@@ -346,13 +346,12 @@ impl Paths {
     }
 
     fn probe(&mut self, id: u64, on: Route, local: &Local, now: Duration) {
-        if now >= self.acks.0 + Duration::from_secs(1) {
-            self.acks = (now, 0);
-        }
-        self.acks.1 += 1;
-        if self.acks.1 > ACKS_PER_SECOND_MAX {
+        // The generic cell rate algorithm, with a burst.
+        let gap = Duration::from_secs(1) / ACKS_PER_SECOND_MAX;
+        if self.next_ack_at > now + gap * ACKS_BURST_MAX {
             return;
         }
+        self.next_ack_at = self.next_ack_at.max(now) + gap;
         let observed = match on {
             Route::Direct { address, .. } => Some(address),
             Route::Relayed { .. } => None,

@@ -30,6 +30,8 @@ pub enum Obstacle {
     UdpBlockedThere,
     /// One has only IPv4, the other one only IPv6.
     NoCommonFamily,
+    /// Both hosts are behind one NAT, and not in one local network.
+    NoHairpin,
     /// Both NATs are symmetric.
     BothDependent,
 }
@@ -40,7 +42,11 @@ impl Obstacle {
         use Obstacle as Is;
         matches!(
             self,
-            Is::UdpBlockedHere | Is::UdpBlockedThere | Is::NoCommonFamily | Is::BothDependent
+            Is::UdpBlockedHere
+                | Is::UdpBlockedThere
+                | Is::NoCommonFamily
+                | Is::NoHairpin
+                | Is::BothDependent
         )
     }
 }
@@ -58,6 +64,7 @@ impl fmt::Display for Obstacle {
             Self::UdpBlockedHere => "UDP is blocked here",
             Self::UdpBlockedThere => "UDP is blocked at the other host",
             Self::NoCommonFamily => "one host has only IPv4, the other one only IPv6",
+            Self::NoHairpin => "both are behind one NAT, which does not let them reach each other",
             Self::BothDependent => "both NATs map each destination to another port",
         })
     }

@@ -18,8 +18,10 @@ pub const PROBES_MAX: usize = 512;
 pub const SERVERS_MAX: usize = 8;
 /// The maximum number of addresses of one server.
 pub const ADDRESSES_PER_SERVER_MAX: usize = 4;
-/// The maximum number of probes of one peer that are acknowledged in a second.
+/// The maximum number of probes of one peer that are acknowledged in a second, on average.
 pub const ACKS_PER_SECOND_MAX: u32 = 100;
+/// The maximum number of probes that are acknowledged at once.
+pub const ACKS_BURST_MAX: u32 = 20;
 /// Ports below are not mapped by NATs (RFC 4787, REQ-3) and not probed by a search.
 pub const FIRST_MAPPED_PORT: u16 = 1024;
 

@@ -152,13 +152,13 @@ impl Paths {
                 .iter()
                 .filter(|pair| pair.health.is_proved(tuning))
         };
-        let best = proved().min_by_key(|pair| (pair.health.unanswered > 1, pair.cost(tuning)))?;
+        let best = proved().min_by_key(|pair| (pair.health.is_silent(), pair.cost(tuning)))?;
         let used = self.used.and_then(|used| self.pairs.get(used));
         let Some(used) = used.filter(|used| used.health.is_proved(tuning)) else {
             return Some(best);
         };
         // The used one is silent, and another one is not: its NAT has another mapping, probably.
-        let silent = used.health.unanswered > 1;
+        let silent = used.health.is_silent();
         let fresher = best.health.last_ack > used.health.last_ack;
         if silent && best.health.unanswered == 0 && fresher {
             return Some(best);

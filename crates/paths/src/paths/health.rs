@@ -32,6 +32,11 @@ impl Health {
         self.unanswered >= tuning.dead_after
     }
 
+    /// It is probably dead: three probes were lost. Another way that is not silent is better.
+    pub(super) fn is_silent(&self) -> bool {
+        self.unanswered > 3
+    }
+
     /// Data was sent.
     pub(super) fn sent(&mut self, now: Duration) {
         self.last_sent = now;

@@ -96,6 +96,9 @@ impl Paths {
         if !matches!(self.phase, Phase::Idle) {
             return;
         }
+        if self.told != local.generation() {
+            self.failures = 0;
+        }
         let search = self.failures > 0 && self.search_at <= now && self.search_is_due(local);
         let plan = if search { Plan::Search } else { Plan::Punch };
         self.round = self.round.wrapping_add(1);
@@ -144,7 +147,7 @@ impl Paths {
             .as_ref()
             .is_some_and(|(instance, _)| *instance != message.instance);
         if restarted {
-            self.forget_peer(local);
+            self.forget_peer(local, now);
         }
         let mut candidates = message.offer.candidates.clone();
         candidates.retain(|candidate| candidate.origin != Origin::PeerReflexive);
@@ -157,6 +160,7 @@ impl Paths {
             .as_ref()
             .is_none_or(|(_, known)| *known != offer);
         if news {
+            self.failures = 0;
             self.searches = 0;
             self.search_at = Duration::ZERO;
         }
@@ -175,8 +179,8 @@ impl Paths {
     }
 
     /// The other host has restarted: nothing of its paths is valid.
-    fn forget_peer(&mut self, local: &mut Local) {
-        self.end_search(local);
+    fn forget_peer(&mut self, local: &mut Local, now: Duration) {
+        self.end_search(local, now);
         self.close_sockets(|_| true);
         self.pairs.clear();
         self.probes.clear();
@@ -211,7 +215,7 @@ impl Paths {
             Phase::Punching(_) if self.peer_round == Some(round) => (Plan::Punch, Duration::ZERO),
             Phase::Searching(_) if self.peer_round == Some(round) => (Plan::Search, Duration::ZERO),
             _ => {
-                self.end_search(local);
+                self.end_search(local, now);
                 let agreed = match plan {
                     Plan::Search if self.search_is_due(local) => Plan::Search,
                     _ => Plan::Punch,
@@ -282,7 +286,7 @@ impl Paths {
     }
 
     /// Both hosts are seen under one public address: their private addresses come first.
-    fn is_same_site(&self, local: &Local) -> bool {
+    pub(super) fn is_same_site(&self, local: &Local) -> bool {
         let public = |offer: &Offer| {
             let reflexive = offer.candidates.iter().filter(|candidate| {
                 candidate.origin == Origin::Reflexive && candidate.address.is_ipv4()
@@ -405,6 +409,9 @@ impl Paths {
         let both = |ipv4| has(own, ipv4) && has(remote, ipv4);
         if !both(true) && !both(false) {
             return Some(Obstacle::NoCommonFamily);
+        }
+        if !both(false) && self.is_same_site(local) {
+            return Some(Obstacle::NoHairpin);
         }
         if both(false) || !own.mapping.is_dependent() || !remote.mapping.is_dependent() {
             return None;

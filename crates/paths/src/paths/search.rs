@@ -76,6 +76,7 @@ impl Paths {
         let own = local.offer();
         self.config.may_search
             && own.mapping.is_dependent() != remote.mapping.is_dependent()
+            && !self.is_same_site(local)
             && public_address(own).is_some()
             && public_address(remote).is_some()
             && !own.udp_blocked
@@ -170,7 +171,7 @@ impl Paths {
         let settled = search.proved_at.is_some_and(|at| at + tuning.settle <= now);
         if settled || search.ends_at <= now {
             self.phase = Phase::Searching(search);
-            self.end_search(local);
+            self.end_search(local, now);
             if !proved {
                 self.searches = self.searches.saturating_add(1);
                 let doubled = tuning.search_retry * 2_u32.pow((self.searches - 1).min(16));
@@ -239,12 +240,14 @@ impl Paths {
     }
 
     /// Ends a search: only sockets with a proved pair stay open.
-    pub(super) fn end_search(&mut self, local: &mut Local) {
+    pub(super) fn end_search(&mut self, local: &mut Local, now: Duration) {
         if !matches!(self.phase, Phase::Searching(_)) {
             return;
         }
-        self.phase = Phase::Idle;
         local.end_search(self.config.peer);
+        self.choose(local, now);
+        self.trim(local.tuning());
+        self.phase = Phase::Idle;
         let proved = self
             .pairs
             .iter()
