@@ -125,6 +125,8 @@ pub struct Paths {
     /// The number of the last call of this host, and of the other one.
     round: u32,
     peer_round: Option<u32>,
+    /// When a call of the other host last began a round.
+    answered_at: Option<Duration>,
     next_round: Option<Duration>,
     /// A round is wanted, but no message can be sent.
     waits_for_server: bool,
@@ -164,6 +166,7 @@ impl Paths {
             phase: Phase::Idle,
             round: 0,
             peer_round: None,
+            answered_at: None,
             next_round: None,
             waits_for_server: true,
             told: 0,
@@ -229,6 +232,12 @@ impl Paths {
             Event::Dead(route) => self.dead(route, local, now),
         }
         self.refresh(local, now);
+    }
+
+    /// Ends the paths to a peer that is not wanted any more: sockets are to be closed.
+    pub fn close(&mut self, local: &mut Local, now: Duration) {
+        self.end_search(local, now);
+        self.close_sockets(|_| true);
     }
 
     /// Takes notice of what has changed in `local`.

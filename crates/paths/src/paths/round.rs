@@ -13,6 +13,8 @@ use std::time::Duration;
 
 /// Pairs that a probe has revealed are forgotten after this silence, at the next round.
 const REVEALED_FOR: Duration = Duration::from_secs(30);
+/// Least time between two rounds that the other host begins.
+const CALLS_APART: Duration = Duration::from_secs(1);
 /// The longest time until the start that an answer may name.
 const START_MAX: Duration = Duration::from_secs(2);
 
@@ -79,8 +81,7 @@ impl Paths {
             Phase::Idle => {}
             Phase::Calling { plan, calls, .. } => {
                 if calls >= local.tuning().calls {
-                    self.obstacle = Some(Obstacle::NoAnswer);
-                    self.ended(false, local, now);
+                    self.ended(Some(Obstacle::NoAnswer), local, now);
                 } else {
                     self.send_call(plan, calls + 1, local, now);
                 }
@@ -214,7 +215,10 @@ impl Paths {
             }
             Phase::Punching(_) if self.peer_round == Some(round) => (Plan::Punch, Duration::ZERO),
             Phase::Searching(_) if self.peer_round == Some(round) => (Plan::Search, Duration::ZERO),
+            // A host that calls all the time is not followed; an honest one calls again.
+            _ if self.answered_at.is_some_and(|at| now < at + CALLS_APART) => return,
             _ => {
+                self.answered_at = Some(now);
                 self.end_search(local, now);
                 let agreed = match plan {
                     Plan::Search if self.search_is_due(local) => Plan::Search,
@@ -241,7 +245,7 @@ impl Paths {
     fn start(&mut self, plan: Plan, local: &mut Local, now: Duration) {
         self.next_round = None;
         let Some((_, offer)) = &self.remote else {
-            return self.ended(false, local, now);
+            return self.ended(Some(Obstacle::NotTried), local, now);
         };
         let addresses = offer.candidates.clone();
         let tuning = local.tuning().clone();
@@ -311,7 +315,8 @@ impl Paths {
         let settled = punch.proved_at.is_some_and(|at| at + tuning.settle <= now);
         if settled || punch.sweep >= tuning.sweeps || punch.list.is_empty() {
             let success = self.pairs.iter().any(proved);
-            return self.ended(success, local, now);
+            let obstacle = (!success).then_some(Obstacle::NotPunched);
+            return self.ended(obstacle, local, now);
         }
         // Pairs that were probed before, or work, are not probed again in this sweep.
         let mut next = None;
@@ -340,21 +345,18 @@ impl Paths {
         self.phase = Phase::Punching(punch);
     }
 
-    /// A round is over.
-    pub(super) fn ended(&mut self, success: bool, local: &Local, now: Duration) {
+    /// A round is over; without a direct path, because of this.
+    pub(super) fn ended(&mut self, obstacle: Option<Obstacle>, local: &Local, now: Duration) {
         let tuning = local.tuning();
         self.phase = Phase::Idle;
         self.choose(local, now);
         self.trim(tuning);
-        if success {
+        self.obstacle = obstacle.map(|obstacle| self.obstacle_of(local).unwrap_or(obstacle));
+        if obstacle.is_none() {
             self.failures = 0;
             self.searches = 0;
             self.next_round = None;
-            self.obstacle = None;
         } else {
-            if !matches!(self.obstacle, Some(Obstacle::NoAnswer)) || self.failures > 0 {
-                self.obstacle = self.obstacle_of(local).or(Some(Obstacle::NotPunched));
-            }
             self.next_round = Some(now + self.backoff(tuning, local));
             self.failures = self.failures.saturating_add(1);
         }

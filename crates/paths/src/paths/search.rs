@@ -177,11 +177,11 @@ impl Paths {
                 let doubled = tuning.search_retry * 2_u32.pow((self.searches - 1).min(16));
                 self.search_at = now + doubled.min(tuning.search_retry_max);
             }
-            let refused = self.obstacle == Some(Obstacle::NoSockets);
-            self.ended(proved, local, now);
-            if refused {
-                self.obstacle = Some(Obstacle::NoSockets);
-            }
+            let obstacle = match self.obstacle {
+                Some(Obstacle::NoSockets) => Obstacle::NoSockets,
+                _ => Obstacle::NotPunched,
+            };
+            self.ended((!proved).then_some(obstacle), local, now);
             return;
         }
         if search.next_at <= now && proved {
