@@ -450,9 +450,9 @@ impl Paths {
 
     /// A way does not work any more.
     fn dead(&mut self, route: Route, local: &mut Local, now: Duration) {
-        let Route::Direct { socket, .. } = route else {
+        if !route.is_direct() {
             return self.relay_died(route, local, now);
-        };
+        }
         let Some(pair) = self.pairs.get_mut(route) else {
             return;
         };
@@ -467,9 +467,16 @@ impl Paths {
                 self.next_round = Some(now + local.tuning().gather * 3);
             }
         }
-        if socket != SocketId::MAIN && !matches!(self.phase, Phase::Searching(_)) {
-            self.close_sockets(|closing| closing == socket);
-        }
+    }
+
+    /// Closes sockets of a search on which nothing works.
+    fn close_idle_sockets(&mut self, local: &Local) {
+        let proved = self
+            .pairs
+            .iter()
+            .filter(|pair| pair.health.is_proved(local.tuning()));
+        let kept = proved.map(|pair| pair.socket).collect::<Vec<_>>();
+        self.close_sockets(|socket| !kept.contains(&socket));
     }
 
     /// Closes sockets of a search, with their pairs.

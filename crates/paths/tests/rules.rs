@@ -1,4 +1,5 @@
 //! Single rules of the core, one peer at a time, and any input at all.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_paths::tuning::{PAIRS_MAX, PROBES_MAX};
 use longhaul_paths::{

@@ -351,6 +351,8 @@ impl Paths {
         self.phase = Phase::Idle;
         self.choose(local, now);
         self.trim(tuning);
+        // A socket whose path died is kept for one round: perhaps the path lives for the peer.
+        self.close_idle_sockets(local);
         self.obstacle = obstacle.map(|obstacle| self.obstacle_of(local).unwrap_or(obstacle));
         if obstacle.is_none() {
             self.failures = 0;

