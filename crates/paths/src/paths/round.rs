@@ -254,6 +254,11 @@ impl Paths {
             let lately = pair.health.last_received + REVEALED_FOR > now;
             pair.health.is_proved(&tuning) || offered || pair.health.acks > 0 || lately
         });
+        // One that had only begun to work is probed from the start.
+        let unproved = self.pairs.iter_mut();
+        for pair in unproved.filter(|pair| !pair.health.is_proved(&tuning)) {
+            pair.health.acks = 0;
+        }
         for candidate in addresses {
             if local.has_family_of(candidate.address) {
                 let (address, origin) = (candidate.address, candidate.origin);
