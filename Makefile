@@ -17,15 +17,15 @@ demo: install build ## move a running guest between two emulated hosts, and back
 
 test: install format checks lanes ## all tests: formatting, lints, checks, units, model, real moves (20 to 40 minutes, by what is built already)
 
-quick: format checks ## what to run all day: formatting, lints, checks, unit tests, model, attempts by seed (5 minutes once built)
+quick: format checks ## what to run all day: formatting, lints, checks, unit tests, model, attempts and paths by seed (5 minutes once built)
 	@echo "== building libraries and programs, with lints"
 	$(CARGO) build --profile tests --workspace --locked --bins
 	@echo "== unit tests"
 	$(CARGO) test --profile tests --workspace --locked --lib --bins
 	@echo "== model of the handover"
 	target/tests/model
-	@echo "== attempts by seed"
-	$(CARGO) test --profile tests --workspace --locked --test pair
+	@echo "== attempts and paths by seed"
+	$(CARGO) test --profile tests --workspace --locked --test pair --test sites
 
 BENCH_OPTIONS :=
 

@@ -1,17 +1,18 @@
 //! Holds the lists that the checks use. Each exception has its reason beside it.
 
 /// The cores: packages without sockets, files, clocks, threads and async.
-pub const CORES: [&str; 6] = [
+pub const CORES: [&str; 7] = [
     "longhaul-protocol",
     "longhaul-codec",
     "longhaul-qemu-stream",
     "longhaul-engine",
     "longhaul-attempt",
     "longhaul-overlay",
+    "longhaul-paths",
 ];
 
 /// The dependencies allowed for each package of the workspace (without those of its tests).
-pub const DIRECTION: [(&str, &[&str]); 23] = [
+pub const DIRECTION: [(&str, &[&str]); 24] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
@@ -21,6 +22,7 @@ pub const DIRECTION: [(&str, &[&str]); 23] = [
         &["longhaul-protocol", "longhaul-engine"],
     ),
     ("longhaul-overlay", &["longhaul-protocol"]),
+    ("longhaul-paths", &["longhaul-protocol"]),
     ("longhaul-hypervisor", &CORES),
     ("longhaul-storage", &CORES),
     ("longhaul-image", &["longhaul-storage"]),

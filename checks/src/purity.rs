@@ -46,7 +46,7 @@ const MODULES: [&str; 36] = [
 ];
 
 /// Modules of which only these items are allowed.
-const PARTS: [(&str, &[&str]); 3] = [
+const PARTS: [(&str, &[&str]); 4] = [
     (
         "io",
         &[
@@ -57,6 +57,19 @@ const PARTS: [(&str, &[&str]); 3] = [
             "Read",
             "Result",
             "Write",
+        ],
+    ),
+    // Addresses are values; sockets are not among these.
+    (
+        "net",
+        &[
+            "self",
+            "IpAddr",
+            "Ipv4Addr",
+            "Ipv6Addr",
+            "SocketAddr",
+            "SocketAddrV4",
+            "SocketAddrV6",
         ],
     ),
     ("sync", &["self", "Arc"]),

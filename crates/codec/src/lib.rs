@@ -31,7 +31,7 @@ pub use compress::Compression;
 pub use decode::{
     BlockSink, BlockWrite, Content, DecodeError, Decoder, FrameError, Limits, Outcome,
 };
-pub use digest::{Digest, DigestKey, Hasher, Staged, is_zero};
+pub use digest::{Digest, DigestKey, Hasher, Staged, fingerprint, is_zero};
 pub use encode::{BlockId, Decision, EncodeError, EncodedFrame, Encoder};
 pub use frame::FRAME_VERSION;
 pub use in_order::InOrder;

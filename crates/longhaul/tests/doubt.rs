@@ -473,10 +473,18 @@ fn lost_notes_are_not_taken_for_complete_disks() {
 
 /// The destination has committed and said so, and died before it could say that it has everything.
 fn taken_back(restart: bool) {
-    let (mut lyon, mut paris) = two("", "destination:before-send:all-present=kill");
+    let folder = tempfile::tempdir().unwrap();
+    let held = folder.path().join("held");
+    let point = format!(
+        "destination:before-send:all-present=hold:{}",
+        held.display()
+    );
+    let (mut lyon, mut paris) = two("", &point);
     std::thread::scope(|scope| {
         let moving = scope.spawn(|| migrate(&lyon));
-        paris.wait_for_death();
+        paris.wait_for("held", |_| held.exists());
+        lyon.wait_for("done", |lyon| lyon.0.log().contains("state=Done"));
+        paris.0.end(Signal::SIGKILL);
         lyon.wait_for("disconnected", |lyon| lyon.doubt()["record"] == "done");
         match restart {
             // Its client ends with it.

@@ -1,5 +1,6 @@
 //! Stores a hash of every page as last read for sending, for a QEMU that does not see all writes.
 
+use longhaul_codec::fingerprint;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -35,7 +36,7 @@ impl Fingerprints {
         let pages = ranges.iter().flat_map(BlockRange::blocks);
         for (page, content) in pages.zip(content.chunks(BLOCK_SIZE)) {
             if let Some(known) = known.get(page as usize) {
-                known.store(hash(content) | 1, Ordering::Relaxed);
+                known.store(fingerprint(content) | 1, Ordering::Relaxed);
             }
         }
     }
@@ -52,7 +53,7 @@ impl Fingerprints {
         let known = known.iter().skip(start as usize);
         for ((page, known), content) in (start..).zip(known).zip(content.chunks(BLOCK_SIZE)) {
             let known = known.load(Ordering::Relaxed);
-            if known == UNREAD || known == hash(content) | 1 {
+            if known == UNREAD || known == fingerprint(content) | 1 {
                 continue;
             }
             match runs.last_mut() {
@@ -64,37 +65,9 @@ impl Fingerprints {
     }
 }
 
-/// Hashes page content. Resistance to collisions made on purpose is not needed.
-pub(crate) fn hash(content: &[u8]) -> u64 {
-    // Four sums in parallel: a single one would wait for itself at every step.
-    let mut lanes = [1_u64, 2, 3, 4];
-    let (words, _) = content.as_chunks::<8>();
-    let (quads, _) = words.as_chunks::<4>();
-    for quad in quads {
-        for (lane, word) in lanes.iter_mut().zip(quad) {
-            let mixed = (*lane ^ u64::from_le_bytes(*word)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            *lane = mixed.rotate_left(29);
-        }
-    }
-    lanes.iter().fold(0, |hash: u64, lane| {
-        (hash.rotate_left(17) ^ lane).wrapping_mul(0xff51_afd7_ed55_8ccd)
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn any_byte_counts() {
-        let mut content = [0_u8; BLOCK_SIZE];
-        let zero = hash(&content);
-        for at in [0, 1, 9, 2048, 4095] {
-            content[at] = 1;
-            assert_ne!(hash(&content), zero, "{at}");
-            content[at] = 0;
-        }
-    }
 
     #[test]
     fn only_what_was_read_and_changed_is_told() {

@@ -1,7 +1,7 @@
 //! Estimates how much of a guest's RAM changes, from a sample of its blocks.
 
-use super::fingerprints::hash;
 use super::guest_memory::{AccessError, GuestMemory};
+use longhaul_codec::{fingerprint, is_zero};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 
 /// One block of this many is sampled, between these bounds.
@@ -67,7 +67,7 @@ impl Sample {
                     .get_mut(..batch.len() * BLOCK_SIZE)
                     .unwrap_or_default();
                 memory.look(*index, &ranges, content)?;
-                hashes.extend(content.chunks(BLOCK_SIZE).map(hash));
+                hashes.extend(content.chunks(BLOCK_SIZE).map(fingerprint));
             }
         }
         Ok(hashes)
@@ -112,13 +112,9 @@ pub(crate) fn start_of_last_non_zero(
             .unwrap_or_default();
         memory.look(block, &[BlockRange::new(start, count)], content)?;
         let mut non_zero = false;
-        for (index, block) in content.chunks(BLOCK_SIZE).enumerate().rev() {
-            let (words, _) = block.as_chunks::<8>();
-            if words
-                .iter()
-                .fold(0, |all, word| all | u64::from_ne_bytes(*word))
-                != 0
-            {
+        let (blocks, _) = content.as_chunks::<BLOCK_SIZE>();
+        for (index, block) in blocks.iter().enumerate().rev() {
+            if !is_zero(block) {
                 non_zero = true;
                 found += 1;
             }
