@@ -46,7 +46,7 @@ const MODULES: [&str; 36] = [
 ];
 
 /// Modules of which only these items are allowed.
-const PARTS: [(&str, &[&str]); 3] = [
+const PARTS: [(&str, &[&str]); 4] = [
     (
         "io",
         &[
@@ -58,6 +58,11 @@ const PARTS: [(&str, &[&str]); 3] = [
             "Result",
             "Write",
         ],
+    ),
+    // Addresses, which are data; nothing that opens a socket or resolves a name.
+    (
+        "net",
+        &["self", "IpAddr", "Ipv4Addr", "Ipv6Addr", "SocketAddr"],
     ),
     ("sync", &["self", "Arc"]),
     ("time", &["self", "Duration"]),
