@@ -13,7 +13,7 @@
 //! - [`admission`], [`token`]: how a host joins without the realm's key at hand.
 //! - [`membership`]: what a host concludes from a ruleset and admissions.
 //! - [`protocol`], [`wire`], [`relay`]: the messages and their bytes.
-//! - `server`, `member`: the state machines of both sides.
+//! - [`server`], `member`: the state machines of both sides.
 //!
 //! This crate is a core: it opens no socket, reads no file and no clock. `docs/rendezvous.md` is
 //! the normative page, and decision 0042 has the reasons.
@@ -23,8 +23,10 @@ pub mod key;
 pub mod limits;
 pub mod membership;
 pub mod protocol;
+mod random;
 pub mod relay;
 pub mod ruleset;
+pub mod server;
 pub mod signed;
 #[cfg(test)]
 mod tests_common;
@@ -32,6 +34,7 @@ mod text;
 pub mod token;
 pub mod wire;
 
+use random::Random;
 use std::time::Duration;
 
 /// The time of an event: a clock that never goes back, and the wall clock.

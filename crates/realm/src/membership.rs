@@ -48,6 +48,13 @@ pub enum Standing {
     Stranger(Why),
 }
 
+impl Standing {
+    /// Returns whether the host is a member under a ruleset that has not ended.
+    pub fn is_member(&self) -> bool {
+        matches!(self, Self::Member(_))
+    }
+}
+
 /// Why a host is not a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Why {
