@@ -13,7 +13,7 @@
 //! - [`admission`], [`token`]: how a host joins without the realm's key at hand.
 //! - [`membership`]: what a host concludes from a ruleset and admissions.
 //! - [`protocol`], [`wire`], [`relay`]: the messages and their bytes.
-//! - [`server`], `member`: the state machines of both sides.
+//! - [`server`], [`member`]: the state machines of both sides.
 //!
 //! This crate is a core: it opens no socket, reads no file and no clock. `docs/rendezvous.md` is
 //! the normative page, and decision 0042 has the reasons.
@@ -21,6 +21,7 @@
 pub mod admission;
 pub mod key;
 pub mod limits;
+pub mod member;
 pub mod membership;
 pub mod protocol;
 mod random;
