@@ -276,7 +276,7 @@ pub struct SessionId(pub u32);
 pub struct LeaseRequest {
     /// Names the answer.
     pub request: u32,
-    /// The lease store that the host's ruleset names.
+    /// The lease store that both ends of the handover agreed on.
     pub store: StoreId,
     /// The guest, by name.
     pub guest: String,
@@ -340,7 +340,7 @@ pub enum RefusedCode {
     Document,
     /// Another host used the token.
     TokenUsed,
-    /// The server gives no leases, or not from this store, or not yet.
+    /// The server gives no leases, or not from this store.
     NotArbiter,
     /// The server cannot write; try again.
     Storage,

@@ -109,7 +109,7 @@ impl Token {
     /// Parses and verifies the text of a token. White space and `-` are ignored; upper case and
     /// the look-alikes `i`, `l` (for 1) and `o` (for 0) are understood.
     ///
-    /// The realm is the one that the token names: whoever has the token trusts the operator.
+    /// The realm is the one that the token names: who has the token trusts the operator.
     pub fn parse(text: &str) -> Result<Self, TokenError> {
         if text.len() > 2 * TOKEN_CHARS_MAX {
             return Err(TokenError::TooLong);

@@ -40,6 +40,8 @@ pub(super) struct Link {
     pub(super) version: u64,
     /// Whether this host has given its ruleset on this connection.
     gave: bool,
+    /// The refusal that was reported last, since the link was registered.
+    reported: Option<Refused>,
 }
 
 impl Link {
@@ -83,6 +85,7 @@ impl Member {
                 failures: 0,
                 version: 0,
                 gave: false,
+                reported: None,
             };
             let link = self.links.entry(entry.id).or_insert_with(new);
             link.entry = entry;
@@ -173,6 +176,7 @@ impl Member {
         };
         let refresh = (Duration::from_secs(ttl_s.into()) / 3).max(Duration::from_secs(2));
         link.failures = 0;
+        link.reported = None;
         link.version = version;
         link.state = State::Registered(now.steady + refresh + jitter);
         self.give_ruleset(server);
@@ -209,7 +213,8 @@ impl Member {
             link.gave = true;
             link.version = 0;
             self.give_ruleset(server);
-        } else {
+        } else if link.reported.as_ref() != Some(&refused) {
+            link.reported = Some(refused.clone());
             self.notice(Notice::Refused(server, refused));
         }
     }

@@ -17,7 +17,7 @@ use crate::protocol::{
     Candidates, Gossip, Have, LeaseAnswer, Peer, Refused, SessionId, Target, ToHost, ToServer,
 };
 use crate::relay::{Bucket, Rate};
-use crate::ruleset::{NetworkId, ServerEntry, SignedRuleset, VerifiedRuleset};
+use crate::ruleset::{NetworkId, ServerEntry, SignedRuleset, StoreId, VerifiedRuleset};
 use crate::server::WriteId;
 use crate::signed::DocumentError;
 use crate::{Now, Random};
@@ -107,10 +107,11 @@ pub enum Input {
     OpenRelay(u32, HostId),
     /// Ends a relay session at a server.
     CloseRelay(HostId, SessionId),
-    /// Asks for the lease of a guest in a generation.
-    AcquireLease(u32, String, Generation),
+    /// Asks for the lease of a guest in a generation, from the store that both ends of the
+    /// handover agreed on when it began: that of the ruleset's arbiter then.
+    AcquireLease(u32, StoreId, String, Generation),
     /// Releases the lease of a guest in a generation.
-    ReleaseLease(u32, String, Generation),
+    ReleaseLease(u32, StoreId, String, Generation),
     /// A write is durable.
     Persisted(WriteId),
     /// A write failed.
@@ -179,8 +180,8 @@ pub enum Failure {
     /// No server is registered with.
     #[error("no rendezvous server is reached: what is connected goes on, new connections wait")]
     NoServer,
-    /// The realm has no arbiter.
-    #[error("the realm has no arbiter")]
+    /// The realm has no arbiter, or another one than the handover began with.
+    #[error("the realm has no arbiter, or another one than when the handover began")]
     NoArbiter,
     /// The arbiter is not reached.
     #[error("the realm's arbiter is not reached")]
@@ -314,11 +315,11 @@ impl Member {
             Input::CloseRelay(server, session) => {
                 self.send(server, ToServer::CloseRelay { session });
             }
-            Input::AcquireLease(request, guest, generation) => {
-                self.lease(now, request, guest, generation, true);
+            Input::AcquireLease(request, store, guest, generation) => {
+                self.lease(now, request, store, guest, generation, true);
             }
-            Input::ReleaseLease(request, guest, generation) => {
-                self.lease(now, request, guest, generation, false);
+            Input::ReleaseLease(request, store, guest, generation) => {
+                self.lease(now, request, store, guest, generation, false);
             }
             Input::Persisted(write) => self.written(now, write, true),
             Input::PersistFailed(write) => self.written(now, write, false),

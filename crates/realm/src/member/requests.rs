@@ -3,6 +3,7 @@
 use super::{Action, Failure, Member};
 use crate::Now;
 use crate::protocol::{LeaseAnswer, LeaseRequest, Peer, Refused, SessionId, Target, ToServer};
+use crate::ruleset::StoreId;
 use longhaul_protocol::{Generation, HostId};
 use std::time::Duration;
 
@@ -66,16 +67,18 @@ impl Member {
         }
     }
 
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn lease(
         &mut self,
         now: Now,
         request: u32,
+        store: StoreId,
         guest: String,
         generation: Generation,
         acquire: bool,
     ) {
         let arbiter = self.membership.ruleset().and_then(|r| r.arbiter);
-        let Some(arbiter) = arbiter else {
+        let Some(arbiter) = arbiter.filter(|arbiter| arbiter.store == store) else {
             return self.failed(request, Failure::NoArbiter);
         };
         if !self.registered_servers().contains(&arbiter.server) {
@@ -83,7 +86,7 @@ impl Member {
         }
         let lease = LeaseRequest {
             request: 0,
-            store: arbiter.store,
+            store,
             guest,
             generation,
         };

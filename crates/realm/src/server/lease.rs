@@ -118,17 +118,15 @@ impl Server {
         let state = self.realms.get(&realm)?;
         let arbiter = state.membership.ruleset()?.arbiter;
         let standing = state.membership.standing(host, now.unix_s);
-        // An ended ruleset gives no leases: the next one may name another arbiter.
         let member = matches!(standing, Standing::Member(_));
         let ours = arbiter.is_some_and(|arbiter| {
             arbiter.server == self.config.id
                 && arbiter.store == self.store
                 && asked.store == self.store
-                && now.unix_s >= arbiter.from_s
         });
         if !ours || !member {
             self.counters.leases_refused += 1;
-            let text = "this server gives no leases, or not from this store, or not now";
+            let text = "this server gives no leases, or not from this store";
             let hint = "the ruleset names the arbiter; resolve by hand (docs/handover.md)";
             let code = RefusedCode::NotArbiter;
             self.refuse(conn, asked.request, code, text, Some(hint));

@@ -94,7 +94,9 @@ impl Server {
                 let record = Record::Ruleset(verified.signed().clone());
                 self.persist(record, Write::Ruleset(Box::new(verified)));
             }
-            Ok(_) | Err(RulesetError::NotNewer(NotNewer::Same { .. })) => {}
+            // Who has an older one gets the newer one anyway.
+            Ok(_) | Err(RulesetError::NotNewer(NotNewer::Same { .. } | NotNewer::Older { .. })) => {
+            }
             Err(error) => {
                 self.counters.documents += 1;
                 if let Some(conn) = conn {
