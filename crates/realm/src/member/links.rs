@@ -145,7 +145,7 @@ impl Member {
         let wait = wait / 2 + wait * u32::try_from(jitter).unwrap_or(0) / 1024;
         link.failures = link.failures.saturating_add(1);
         link.state = State::Down(now.steady + wait);
-        self.try_others(now, server);
+        self.try_others(server);
     }
 
     /// Registers at a server, or again.
@@ -180,7 +180,7 @@ impl Member {
         link.version = version;
         link.state = State::Registered(now.steady + refresh + jitter);
         self.give_ruleset(server);
-        self.ask_waiting(server);
+        self.ask_waiting();
     }
 
     /// Gives a server the ruleset if it has an older one.

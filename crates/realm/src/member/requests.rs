@@ -148,14 +148,14 @@ impl Member {
     }
 
     /// A server is registered with: requests that wait for one go there.
-    pub(super) fn ask_waiting(&mut self, _: HostId) {
+    pub(super) fn ask_waiting(&mut self) {
         let waiting = self.pending.iter().filter(|(_, p)| p.server.is_none());
         let waiting: Vec<u32> = waiting.map(|(id, _)| *id).collect();
         waiting.into_iter().for_each(|id| self.try_next(id));
     }
 
     /// A server is gone: its requests go to others, or wait. A lease fails: its owner asks again.
-    pub(super) fn try_others(&mut self, _: Now, server: HostId) {
+    pub(super) fn try_others(&mut self, server: HostId) {
         let asked = self
             .pending
             .iter()

@@ -23,8 +23,9 @@ pub(super) struct Find {
     asked: Vec<ConnId>,
 }
 
-/// Returns when two hosts begin, in milliseconds after the introduction reaches each, so that both
-/// begin at once: `ahead_ms` and `behind_ms` are the delays until it arrives.
+/// Returns when a host begins, in milliseconds after the introduction reaches it, so that both
+/// hosts begin at once. The introduction reaches it after `own_ms`, and the other one after
+/// `other_ms`.
 fn start_ms(own_ms: u32, other_ms: u32) -> u16 {
     let wait = other_ms.saturating_sub(own_ms);
     u16::try_from(wait).unwrap_or(u16::MAX).min(START_MS_MAX)
@@ -171,7 +172,7 @@ impl Server {
     }
 
     /// Another server has the host.
-    pub(super) fn found(&mut self, _: Now, conn: ConnId, request: u32, peer: Peer, delay_ms: u16) {
+    pub(super) fn found(&mut self, conn: ConnId, request: u32, peer: Peer, delay_ms: u16) {
         let answers = |find: &Find| find.asked.contains(&conn) && find.target == peer.id;
         if !self.finds.get(&request).is_some_and(answers) {
             return;
@@ -298,7 +299,7 @@ impl Server {
         }
     }
 
-    pub(super) fn close_relay(&mut self, conn: ConnId, _: RealmId, session: SessionId) {
+    pub(super) fn close_relay(&mut self, conn: ConnId, session: SessionId) {
         let Some(host) = self.conns.get(&conn).map(|entry| entry.host) else {
             return;
         };

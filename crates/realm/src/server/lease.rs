@@ -78,10 +78,12 @@ impl Server {
         };
         let entry = state.leases.get(&asked.guest).copied();
         let sure = !state.unsure.contains(&asked.guest);
-        let held = state.leases.values();
-        let held = held.filter(|entry| entry.latest.holder == host).count();
-        let full = state.leases.len() >= limits.leases || held >= limits.leases_per_host;
-        if entry.is_none() && full {
+        let full = || {
+            let held = state.leases.values();
+            let held = held.filter(|entry| entry.latest.holder == host).count();
+            state.leases.len() >= limits.leases || held >= limits.leases_per_host
+        };
+        if entry.is_none() && full() {
             self.counters.limited += 1;
             let text = "the arbiter keeps leases of no more guests for this host";
             let hint = "resolve handovers in doubt by hand (docs/handover.md)";

@@ -20,7 +20,7 @@ use crate::protocol::{
     Broker, Candidate, Candidates, Have, Peer, Refused, RefusedCode, Register, ToHost, ToServer,
 };
 use crate::relay::{Bucket, Rate, Relay, RelayLimits};
-use crate::ruleset::NetworkId;
+use crate::ruleset::{NetworkId, SignedRuleset};
 use crate::signed::DocumentError;
 use crate::{Now, Random};
 use introduce::Find;
@@ -410,14 +410,18 @@ impl Server {
         let Some(entry) = self.conns.get_mut(&conn) else {
             return;
         };
-        if !entry.messages.take(1, now.steady) {
+        let cost = match &message {
+            ToServer::Ruleset(ruleset) => cost(ruleset),
+            _ => 1,
+        };
+        if !entry.messages.take(cost, now.steady) {
             self.counters.limited += 1;
             return self.end(conn, "too many messages: wait, then connect again");
         }
         match message {
             ToServer::Register(register) => self.register(now, conn, register),
             ToServer::Join(admission) => self.join(now, conn, &admission),
-            ToServer::Ruleset(ruleset) => self.ruleset(now, Some(conn), &ruleset),
+            ToServer::Ruleset(ruleset) => self.ruleset(Some(conn), &ruleset),
             ToServer::Bye => self.end(conn, "done"),
             other => {
                 let Some(realm) = self.conns.get(&conn).and_then(|entry| entry.realm) else {
@@ -449,7 +453,7 @@ impl Server {
             ToServer::OpenRelay { request, peer } => {
                 self.open_relay(now, conn, realm, request, peer);
             }
-            ToServer::CloseRelay { session } => self.close_relay(conn, realm, session),
+            ToServer::CloseRelay { session } => self.close_relay(conn, session),
             ToServer::AcquireLease(lease) => self.acquire(now, conn, realm, lease),
             ToServer::ReleaseLease(lease) => self.release(now, conn, realm, lease),
             ToServer::Register(_) | ToServer::Join(_) | ToServer::Ruleset(_) | ToServer::Bye => {}
@@ -582,6 +586,11 @@ impl Server {
             networks: conn.networks.clone(),
         }
     }
+}
+
+/// Returns how many messages a ruleset counts for: to verify a long one takes time.
+fn cost(ruleset: &SignedRuleset) -> u64 {
+    1 + ruleset.bytes.len() as u64 / 4096
 }
 
 /// Cuts a text to its limit.

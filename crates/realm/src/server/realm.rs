@@ -79,7 +79,7 @@ impl Server {
     }
 
     /// A ruleset from anyone: what counts is the realm's signature.
-    pub(super) fn ruleset(&mut self, _: Now, conn: Option<ConnId>, ruleset: &SignedRuleset) {
+    pub(super) fn ruleset(&mut self, conn: Option<ConnId>, ruleset: &SignedRuleset) {
         let id = ruleset.key.realm();
         let Some(state) = self.realms.get_mut(&id) else {
             if let Some(conn) = conn {
@@ -282,13 +282,17 @@ impl Server {
         let Some(other) = self.others.get_mut(&conn) else {
             return;
         };
-        if !other.messages.take(1, now.steady) {
+        let cost = match &message {
+            Broker::Ruleset(ruleset) => super::cost(ruleset),
+            _ => 1,
+        };
+        if !other.messages.take(cost, now.steady) {
             self.counters.limited += 1;
             return self.end(conn, "too many messages");
         }
         match message {
             Broker::Have(have) => self.other_has(conn, have),
-            Broker::Ruleset(ruleset) => self.ruleset(now, None, &ruleset),
+            Broker::Ruleset(ruleset) => self.ruleset(None, &ruleset),
             Broker::Admissions { realm, admissions } => {
                 for admission in &admissions {
                     self.foreign_admission(now, realm, admission);
@@ -305,7 +309,7 @@ impl Server {
                 request,
                 peer,
                 delay_ms,
-            } => self.found(now, conn, request, peer, delay_ms),
+            } => self.found(conn, request, peer, delay_ms),
             Broker::NotHere { request } => self.not_there(conn, request),
             Broker::Signal {
                 realm,
