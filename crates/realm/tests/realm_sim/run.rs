@@ -165,8 +165,7 @@ impl World {
                 server::Action::Close(conn, _) => self.end(self.line(conn), Some(node)),
                 server::Action::Persist(write, record) => {
                     let life = self.servers[server].life;
-                    let stored = Stored::Server(record);
-                    self.after(1, 20, Item::Written(node, life, write, stored));
+                    self.write(node, life, write, Stored::Server(record));
                 }
             }
         }
@@ -206,8 +205,7 @@ impl World {
                     }
                 }
                 member::Action::Persist(write, record) => {
-                    let stored = Stored::Host(record);
-                    self.after(1, 20, Item::Written(node, life, write, stored));
+                    self.write(node, life, write, Stored::Host(record));
                 }
                 member::Action::Cut(other, _) => {
                     let other = number_of(other).map(Node::Host);

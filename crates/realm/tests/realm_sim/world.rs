@@ -183,6 +183,8 @@ pub(crate) struct World {
     /// All admissions that holders of tokens signed.
     pub(crate) admitted: BTreeSet<(TokenId, HostId)>,
     pub(crate) seen_admissions: Vec<Admission>,
+    /// When the last write of a node is over: writes are in order.
+    pub(crate) written_ms: BTreeMap<Node, u64>,
     pub(crate) secret: Option<[u8; 32]>,
     /// The version that removed a host.
     pub(crate) removed: BTreeMap<HostId, u64>,
@@ -246,6 +248,7 @@ impl World {
             signed: BTreeMap::new(),
             admitted: BTreeSet::new(),
             seen_admissions: Vec::new(),
+            written_ms: BTreeMap::new(),
             secret: None,
             removed: BTreeMap::new(),
             agreed: BTreeMap::new(),
@@ -281,6 +284,15 @@ impl World {
     pub(crate) fn after(&mut self, from_ms: u64, to_ms: u64, item: Item) {
         let delay = self.rng.between(from_ms, to_ms);
         self.at(self.now_ms + delay, item);
+    }
+
+    /// A write of a node, after those before it.
+    pub(crate) fn write(&mut self, node: Node, life: u64, write: WriteId, stored: Stored) {
+        let at = self.now_ms + self.rng.between(1, 20);
+        let last = self.written_ms.entry(node).or_default();
+        *last = (*last).max(at);
+        let at = *last;
+        self.at(at, Item::Written(node, life, write, stored));
     }
 
     pub(crate) fn next(&mut self) -> Option<Item> {
