@@ -1,7 +1,7 @@
 //! Holds the lists that the checks use. Each exception has its reason beside it.
 
 /// The cores: packages without sockets, files, clocks, threads and async.
-pub const CORES: [&str; 7] = [
+pub const CORES: [&str; 8] = [
     "longhaul-protocol",
     "longhaul-codec",
     "longhaul-qemu-stream",
@@ -9,10 +9,11 @@ pub const CORES: [&str; 7] = [
     "longhaul-attempt",
     "longhaul-overlay",
     "longhaul-paths",
+    "longhaul-realm",
 ];
 
 /// The dependencies allowed for each package of the workspace (without those of its tests).
-pub const DIRECTION: [(&str, &[&str]); 24] = [
+pub const DIRECTION: [(&str, &[&str]); 25] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
@@ -23,6 +24,7 @@ pub const DIRECTION: [(&str, &[&str]); 24] = [
     ),
     ("longhaul-overlay", &["longhaul-protocol"]),
     ("longhaul-paths", &["longhaul-protocol"]),
+    ("longhaul-realm", &["longhaul-protocol"]),
     ("longhaul-hypervisor", &CORES),
     ("longhaul-storage", &CORES),
     ("longhaul-image", &["longhaul-storage"]),
