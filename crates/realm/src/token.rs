@@ -48,7 +48,10 @@ pub enum TokenError {
     #[error("a token has at most {TOKEN_CHARS_MAX} characters: copy only the token")]
     TooLong,
     /// A character that no token has.
-    #[error("character {at} of the token, `{}`, is in no token: copy it again", .character.escape_debug())]
+    #[error(
+        "character {at} of the token, `{}`, is in no token: copy it again",
+        .character.escape_debug()
+    )]
     Character {
         /// Its place, from 1.
         at: usize,

@@ -304,7 +304,10 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_survived(mut bytes in prop::collection::vec(any::<u8>(), 0..200), max in 0..300usize) {
+    fn any_bytes_are_survived(
+        mut bytes in prop::collection::vec(any::<u8>(), 0..200),
+        max in 0..300usize,
+    ) {
         merged(&mut Merger::new(), std::slice::from_ref(&bytes));
         if bytes.len() > 34 {
             bytes[..2].copy_from_slice(&[1, 1]);
