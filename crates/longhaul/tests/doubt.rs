@@ -85,6 +85,22 @@ impl Host {
         nix::unistd::Pid::from_raw(i32::try_from(self.0.child.id()).unwrap())
     }
 
+    /// Ends the guests that the agent does not end, since a journal holds them.
+    fn end_qemus(&self) {
+        let folder = self.0.folder.path().to_string_lossy().into_owned();
+        for process in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+            let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
+            let line = String::from_utf8_lossy(&line);
+            let pid = process.file_name().to_string_lossy().parse();
+            if let Ok(pid) = pid
+                && line.contains("qemu-system")
+                && line.contains(&folder)
+            {
+                let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL);
+            }
+        }
+    }
+
     /// Waits until the agent has died at its fail point.
     fn wait_for_death(&mut self) {
         assert!(!common::wait(&mut self.0.child).success());
@@ -99,6 +115,7 @@ impl Drop for Host {
         // A test ends a copy in doubt itself.
         self.longhaul(&["resolve", "web-7", "--run-on", "source", "--yes"]);
         self.longhaul(&["guests", "stop", "--force", "web-7"]);
+        self.end_qemus();
     }
 }
 
