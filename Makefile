@@ -107,7 +107,7 @@ model: tests ## explore the handover in every order of events (a minute; deeper:
 # it is written runs alone.
 ALONE := memory
 LANE_1 := disks one_file
-LANE_2 := attach crash guests moves trouble
+LANE_2 := attach crash guests moves
 TESTS := $(wildcard $(addsuffix /tests/*.rs,crates/* crates/lab/* checks model))
 TESTS += $(patsubst %/main.rs,%.rs,$(wildcard $(addsuffix /tests/*/main.rs,crates/*)))
 TESTS := $(filter-out $(ALONE) $(LANE_1) $(LANE_2),$(sort $(basename $(notdir $(TESTS)))))
