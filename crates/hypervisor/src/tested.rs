@@ -43,6 +43,23 @@ pub fn does_not_load(from: &str, to: &str) -> Option<String> {
     })
 }
 
+/// Models whose state QEMU moves from a version on, and what to use with an older one.
+const MOVES_SINCE: [(&str, (u32, u32), &str); 1] =
+    [("nvme", (11, 1), "use virtio-blk-pci or virtio-scsi-pci")];
+
+/// Returns why QEMU of a version cannot move a device of a model, and what to do; `None` if it can.
+pub(crate) fn stays(kind: &str, version: &str) -> Option<(String, &'static str)> {
+    let (_, since, hint) = MOVES_SINCE.iter().find(|(model, ..)| *model == kind)?;
+    let is_older = numbers(version).is_some_and(|version| version < *since);
+    is_older.then(|| {
+        let (major, minor) = since;
+        (
+            format!("QEMU {version} cannot move its state; QEMU {major}.{minor} can"),
+            *hint,
+        )
+    })
+}
+
 /// Returns the first two numbers of a version.
 fn numbers(version: &str) -> Option<(u32, u32)> {
     let mut numbers = version.split('.').map(|part| part.parse().ok());
@@ -104,6 +121,27 @@ mod tests {
         ] {
             assert_eq!(does_not_load(from, to).is_none(), loads, "{from} {to}");
         }
+    }
+
+    #[test]
+    fn models_that_a_version_does_not_move_are_named() {
+        for (kind, version, stays_there) in [
+            ("nvme", "7.2.22", true),
+            ("nvme", "10.0.13", true),
+            ("nvme", "11.1.0", false),
+            ("nvme", "12.0.0", false),
+            ("pvscsi", "7.2.22", false),
+        ] {
+            assert_eq!(
+                stays(kind, version).is_some(),
+                stays_there,
+                "{kind} {version}"
+            );
+        }
+        assert_eq!(
+            stays("nvme", "10.0.13").unwrap().0,
+            "QEMU 10.0.13 cannot move its state; QEMU 11.1 can"
+        );
     }
 
     #[test]

@@ -18,7 +18,7 @@ const NOT_YET: [&str; 0] = [];
 
 /// The lines that are tried with LONGHAUL_EVERY_CASE=1 only. What is special of them has other
 /// tests (`forms` and `words` of the hypervisor, `disk`).
-const AT_TIMES: [&str; 28] = [
+const AT_TIMES: [&str; 30] = [
     "bare-path",
     "below-a-manager",
     "bitmap-persistent",
@@ -26,9 +26,11 @@ const AT_TIMES: [&str; 28] = [
     "default-card",
     "drive-none-virtio",
     "drive-virtio",
+    "far-node",
     "fw-cfg",
     "generation-id",
     "ide-slots",
+    "megasas",
     "nested-keys",
     "net-legacy",
     "numa",

@@ -9,6 +9,7 @@ use crate::description::{self, Chipset, is_name};
 use crate::hardware::families::FSDEV;
 use crate::hardware::tables::{Bus, Model, Serves, VGAS};
 use crate::observe::{Blocker, pci_place};
+use crate::tested;
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
 use longhaul_protocol::hardware::{Flash, Hardware, PlacedDevice};
 use serde_json::Value;
@@ -133,6 +134,10 @@ impl Describing<'_> {
             }
             return None;
         };
+        if let Some((why, hint)) = tested::stays(&seen.kind, &self.found.machine.qemu) {
+            self.refuse(format!("device {called}: {why}"), hint);
+            return None;
+        }
         let mut device = PlacedDevice {
             model: seen.kind.clone(),
             id: id.map(str::to_owned),
@@ -465,19 +470,24 @@ const UNPLUG: &str = "unplug it before moving, and plug it in again afterwards";
 
 /// Models that cannot be made elsewhere, by the beginning of their names: the reason, and what to
 /// do.
-pub(super) const KEPT_HERE: [(&str, &str, &str); 3] = [
+pub(super) const KEPT_HERE: [(&str, &str, &str); 6] = [
     (
         "tpm-",
         "the state of a TPM is kept outside QEMU, on this host",
         RESTART,
     ),
     ("usb-host", "it is a piece of this host's hardware", UNPLUG),
+    ("usb-mtp", "it is a folder of this host", UNPLUG),
+    ("usb-uas", STAYS, "use usb-bot or virtio-scsi-pci"),
+    ("usb-", STAYS, UNPLUG),
     (
-        "nvme",
-        "QEMU cannot move its state",
-        "use virtio-blk-pci or virtio-scsi-pci",
+        "amd-iommu",
+        STAYS,
+        "start the guest with intel-iommu, or without one",
     ),
 ];
+
+const STAYS: &str = "QEMU cannot move its state";
 
 /// Returns why a device of a model outside the tables cannot be moved, and what to do.
 fn unknown_model(kind: &str) -> (&'static str, &'static str) {

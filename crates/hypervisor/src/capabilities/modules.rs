@@ -3,6 +3,7 @@
 use super::{Emulator, Question, size, version};
 use crate::hardware::tables;
 use crate::memory::{KEPT_BLOCK_BYTES_MAX, is_findable};
+use crate::tested;
 use longhaul_protocol::machine::RamBlock;
 use longhaul_protocol::message::Check;
 use std::collections::BTreeSet;
@@ -40,7 +41,14 @@ impl Question<'_> {
                 ),
             ));
         }
+        let models: BTreeSet<&str> = models.collect();
+        for model in &models {
+            if let Some((why, hint)) = tested::stays(model, &emulator.version) {
+                checks.push(self.refuse(format!("device {model}: {why}"), hint.to_owned()));
+            }
+        }
         let absent: BTreeSet<&str> = models
+            .into_iter()
             .filter(|model| emulator.absent_models.contains(*model))
             .collect();
         for model in absent {

@@ -1,6 +1,6 @@
 //! More models and settings of machines: screens, sound, plugged memory and vCPUs.
 
-use super::tables::{BOARD, Bus, Kind, Model, PCI, SCREEN, Serves, VIRTIO, model};
+use super::tables::{BLOCK, BOARD, Bus, Kind, Model, PCI, SCREEN, Serves, VIRTIO, model};
 
 use Kind::{Bytes, Choice, Number, OneOf, Switch, Text, Word};
 
@@ -26,7 +26,137 @@ const CODEC: &[(&str, Kind)] = &[
     ("use-timer", Switch),
 ];
 
+/// Controllers of SCSI disks, as guests that come from another hypervisor have them.
+const SAS: &[(&str, Kind)] = &[
+    ("hba_serial", Word),
+    ("max_cmds", Number),
+    ("max_sge", Number),
+    ("msi", Choice),
+    ("msix", Choice),
+    ("sas_address", Number),
+    ("use_jbod", Switch),
+    ("use_msg", Switch),
+];
+const NVME: &[(&str, Kind)] = &[
+    ("aerl", Number),
+    ("aer_max_queued", Number),
+    ("cmb_size_mb", Number),
+    ("ioeventfd", Switch),
+    ("max_ioqpairs", Number),
+    ("mdts", Number),
+    ("msix_qsize", Number),
+    ("num_queues", Number),
+    ("use-intel-id", Switch),
+    ("vsl", Number),
+];
+const IOMMU: &[(&str, Kind)] = &[
+    ("aw-bits", Number),
+    ("boot-bypass", Switch),
+    ("caching-mode", Switch),
+    ("device-iotlb", Switch),
+    ("dma-drain", Switch),
+    ("dma-translation", Switch),
+    ("eim", Choice),
+    ("granule", Word),
+    ("intremap", Choice),
+    ("pt", Switch),
+    ("snoop-control", Switch),
+    ("x-scalable-mode", Word),
+];
+
 pub(super) const MODELS: &[Model] = &[
+    model(
+        &[
+            "am53c974",
+            "dc390",
+            "lsi53c810",
+            "megasas",
+            "megasas-gen2",
+            "mptsas1068",
+            "pvscsi",
+        ],
+        Bus::Pci,
+        Serves::Nothing,
+        &[PCI, SAS],
+    ),
+    model(&["usb-bot"], Bus::Usb, Serves::Nothing, &[]),
+    model(&["nvme"], Bus::Pci, Serves::Disk, &[PCI, BLOCK, NVME]),
+    model(
+        &[
+            "e1000-82544gc",
+            "e1000-82545em",
+            "i82550",
+            "i82551",
+            "i82557a",
+            "i82557b",
+            "i82557c",
+            "i82558a",
+            "i82558b",
+            "i82559a",
+            "i82559b",
+            "i82559c",
+            "i82559er",
+            "i82562",
+            "i82801",
+            "tulip",
+        ],
+        Bus::Pci,
+        Serves::Nic,
+        &[PCI],
+    ),
+    model(
+        &["virtio-iommu-pci"],
+        Bus::Pci,
+        Serves::Nothing,
+        &[PCI, VIRTIO, IOMMU],
+    ),
+    model(&["intel-iommu"], Bus::Board, Serves::Nothing, &[IOMMU]),
+    model(
+        &["pxb", "pxb-pcie"],
+        Bus::Pci,
+        Serves::Nothing,
+        &[
+            PCI,
+            &[
+                ("bus_nr", Number),
+                ("bypass_iommu", Switch),
+                ("numa_node", Number),
+            ],
+        ],
+    ),
+    model(&["pci-serial"], Bus::Pci, Serves::Terminal, &[PCI]),
+    model(
+        &["virtio-multitouch-pci"],
+        Bus::Pci,
+        Serves::Nothing,
+        &[PCI, VIRTIO],
+    ),
+    model(
+        &["ati-vga"],
+        Bus::Pci,
+        Serves::Nothing,
+        &[
+            PCI,
+            SCREEN,
+            &[
+                ("guest_hwcursor", Switch),
+                ("model", Word),
+                ("x-device-id", Number),
+            ],
+        ],
+    ),
+    model(
+        &["edu"],
+        Bus::Pci,
+        Serves::Nothing,
+        &[PCI, &[("dma_mask", Number)]],
+    ),
+    model(
+        &["isa-debug-exit", "ramfb", "sga"],
+        Bus::Board,
+        Serves::Nothing,
+        &[BOARD, &[("iosize", Number)]],
+    ),
     model(
         &["qxl", "qxl-vga"],
         Bus::Pci,

@@ -106,7 +106,7 @@ pub(super) const VIRTIO: &[(&str, Kind)] = &[
     ("use-started", Switch),
     ("vectors", Number),
 ];
-const BLOCK: &[(&str, Kind)] = &[
+pub(super) const BLOCK: &[(&str, Kind)] = &[
     ("bootindex", Number),
     ("cyls", Number),
     ("discard_granularity", Number),
@@ -420,7 +420,12 @@ const MODELS: &[Model] = &[
         Serves::Nothing,
         &[BOARD],
     ),
-    model(&["isa-serial"], Bus::Board, Serves::Terminal, &[BOARD]),
+    model(
+        &["isa-parallel", "isa-serial"],
+        Bus::Board,
+        Serves::Terminal,
+        &[BOARD],
+    ),
 ];
 
 pub(super) const fn model(
