@@ -124,7 +124,7 @@ pub struct SessionCounters {
 pub struct Batch<A> {
     /// Where they go.
     pub to: A,
-    /// The segments that they carry: so many from the first one.
+    /// The number of segments that they carry, starting with the first one asked for.
     pub count: usize,
     /// Their bytes from the beginning of the buffer.
     pub bytes: usize,

@@ -217,7 +217,7 @@ impl Server {
         }
     }
 
-    /// Begins anew on another network.
+    /// Forgets whether UDP works, for a host that is on another network now.
     pub(super) fn restart(&mut self, now: Duration, tuning: &Tuning) {
         self.since = now;
         self.udp_since = None;
