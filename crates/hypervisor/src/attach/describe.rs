@@ -470,7 +470,7 @@ const UNPLUG: &str = "unplug it before moving, and plug it in again afterwards";
 
 /// Models that cannot be made elsewhere, by the beginning of their names: the reason, and what to
 /// do.
-pub(super) const KEPT_HERE: [(&str, &str, &str); 6] = [
+pub(super) const KEPT_HERE: [(&str, &str, &str); 9] = [
     (
         "tpm-",
         "the state of a TPM is kept outside QEMU, on this host",
@@ -479,7 +479,10 @@ pub(super) const KEPT_HERE: [(&str, &str, &str); 6] = [
     ("usb-host", "it is a piece of this host's hardware", UNPLUG),
     ("usb-mtp", "it is a folder of this host", UNPLUG),
     ("usb-uas", STAYS, "use usb-bot or virtio-scsi-pci"),
-    ("usb-", STAYS, UNPLUG),
+    ("usb-audio", STAYS, UNPLUG),
+    ("usb-braille", STAYS, UNPLUG),
+    ("usb-net", STAYS, UNPLUG),
+    ("usb-serial", STAYS, UNPLUG),
     (
         "amd-iommu",
         STAYS,
