@@ -64,8 +64,8 @@ pub fn is_zero(block: &[u8; BLOCK_SIZE]) -> bool {
         .all(|piece| piece.iter().fold(0, |all, byte| all | byte) == 0)
 }
 
-/// Returns a fast hash of content, by which a change is noticed. It resists neither collisions made
-/// on purpose nor who wants to learn the content: it never leaves the host.
+/// Returns a fast hash of content, to notice a change. Collisions can be made on purpose, and it
+/// says something about the content, so it must not leave the host.
 pub fn fingerprint(content: &[u8]) -> u64 {
     // Four sums in parallel: a single one would wait for itself at every step.
     let mut lanes = [1_u64, 2, 3, 4];
