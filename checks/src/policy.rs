@@ -13,7 +13,7 @@ pub const CORES: [&str; 8] = [
 ];
 
 /// The dependencies allowed for each package of the workspace (without those of its tests).
-pub const DIRECTION: [(&str, &[&str]); 25] = [
+pub const DIRECTION: [(&str, &[&str]); 27] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
@@ -29,6 +29,24 @@ pub const DIRECTION: [(&str, &[&str]); 25] = [
     ("longhaul-storage", &CORES),
     ("longhaul-image", &["longhaul-storage"]),
     ("longhaul-transport", &CORES),
+    (
+        "longhaul-network",
+        &[
+            "longhaul-protocol",
+            "longhaul-overlay",
+            "longhaul-paths",
+            "longhaul-realm",
+            "longhaul-transport",
+        ],
+    ),
+    (
+        "longhaul-rendezvous",
+        &[
+            "longhaul-protocol",
+            "longhaul-realm",
+            "longhaul-transport",
+        ],
+    ),
     ("longhaul-api", &["longhaul-protocol"]),
     (
         "longhaul-migration",
@@ -55,6 +73,9 @@ pub const DIRECTION: [(&str, &[&str]); 25] = [
             "longhaul-transport",
             "longhaul-api",
             "longhaul-migration",
+            "longhaul-network",
+            "longhaul-realm",
+            "longhaul-rendezvous",
         ],
     ),
     // The codec's baseline: used by the laboratory alone, never part of the product.
