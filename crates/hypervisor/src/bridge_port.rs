@@ -37,19 +37,8 @@ pub async fn of_guest(
     pid: Option<i32>,
     description: &GuestDescription,
 ) -> Result<BTreeMap<usize, Port>, PortError> {
-    if description.nics.is_empty() {
-        return Ok(BTreeMap::new());
-    }
-    let networks = qmp.hmp("info network", COMMAND_TIMEOUT).await?;
-    let devices = devices(&networks);
     let mut ports = BTreeMap::new();
-    for (index, nic) in description.nics.iter().enumerate() {
-        let Some(end) = devices.get(&nic.mac.to_ascii_lowercase()) else {
-            continue;
-        };
-        let Some(device) = end.device(pid) else {
-            continue;
-        };
+    for (index, device) in taps_of_guest(qmp, pid, description).await? {
         let port = read(Path::new(NET), &device).await;
         let port = port.map_err(|source| PortError::Host { device, source })?;
         if !port.is_plain() {
@@ -57,6 +46,25 @@ pub async fn of_guest(
         }
     }
     Ok(ports)
+}
+
+/// Returns the TAP devices of a guest's cards at this host, by the cards' indexes.
+pub async fn taps_of_guest(
+    qmp: &Qmp,
+    pid: Option<i32>,
+    description: &GuestDescription,
+) -> Result<BTreeMap<usize, String>, QmpError> {
+    if description.nics.is_empty() {
+        return Ok(BTreeMap::new());
+    }
+    let networks = qmp.hmp("info network", COMMAND_TIMEOUT).await?;
+    let devices = devices(&networks);
+    let nics = description.nics.iter().enumerate();
+    let taps = nics.filter_map(|(index, nic)| {
+        let end = devices.get(&nic.mac.to_ascii_lowercase())?;
+        Some((index, end.device(pid)?))
+    });
+    Ok(taps.collect())
 }
 
 /// The host's end of a card.

@@ -20,6 +20,7 @@ pub mod folder;
 pub mod guest;
 pub mod guest_agent;
 mod hardware;
+pub mod held_frames;
 pub mod helper;
 pub mod launch;
 pub mod launcher;

@@ -7,6 +7,7 @@ pub mod disk;
 pub mod files;
 pub mod guest;
 pub mod hardware;
+pub mod held_frames;
 pub mod id;
 pub mod limits;
 pub mod machine;

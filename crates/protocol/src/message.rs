@@ -17,6 +17,7 @@
 //!   <------------------------------- Ready   journal: READY
 //!   (journal: RELEASED)
 //!   Commit ------------------------------>   journal: COMMITTED, the guest runs
+//!   HeldFrames* -------------------------->   for the guest's cards
 //!   <--------------------------- Committed
 //!   (journal: DONE)                          no block is missing: journal: ALL-PRESENT
 //!   <-------------------------- AllPresent
@@ -49,6 +50,7 @@
 use crate::disk::{List, Missing, OfferedDisk};
 use crate::files::FileClaim;
 use crate::guest::GuestDescription;
+use crate::held_frames::HeldFrames;
 use crate::machine::Machine;
 use crate::port::CardPort;
 use crate::{Attempt, AttemptId, BlockRange, Epoch, Generation, MigrationId, RegionId, RegionSpec};
@@ -153,6 +155,9 @@ pub enum ToDestination {
     /// An [`OfferFiles`](Self::OfferFiles), which may have no files, of a guest with cards on
     /// special ports of bridges. From version 3 on.
     OfferPorts(Box<PortsOffer>),
+    /// Frames that came for the guest since it was stopped. They follow Commit; none of them has to
+    /// arrive. From version 3 on.
+    HeldFrames(HeldFrames),
 }
 
 /// Known content at the destination in which blocks of an arriving guest may be found.

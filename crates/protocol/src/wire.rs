@@ -7,6 +7,7 @@
 use crate::disk::{Base, OfferedDisk, Remaining, STRIPE_BYTES, STRIPE_PAGES};
 use crate::files::FileClaim;
 use crate::guest::GuestDescription;
+use crate::held_frames::{self, HeldFrames};
 use crate::limits::{
     ACKNOWLEDGED_MAX, CONTROL_MESSAGE_BYTES_MAX, CPU_PROPERTIES_MAX, DEVICE_STATE_BYTES_MAX,
     DEVICES_MAX, FILES_MAX, HOT_STRIPES_MAX, NAME_BYTES_MAX, PATH_BYTES_MAX, PRELUDE_BYTES_MAX,
@@ -29,6 +30,8 @@ pub const VERSION_OF_FILES: u16 = 2;
 pub const VERSION_OF_IMAGES: u16 = 3;
 /// The first version in which the ports of a guest's cards travel.
 pub const VERSION_OF_PORTS: u16 = 3;
+/// The first version in which frames for a stopped guest travel.
+pub const VERSION_OF_HELD_FRAMES: u16 = 3;
 
 /// A reason why bytes are not a message, or one that breaks a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -225,6 +228,25 @@ fn check_remaining(remaining: &[Remaining]) -> Result<(), WireError> {
     )
 }
 
+fn check_held(held: &HeldFrames) -> Result<(), WireError> {
+    let count = held.frames.len() as u64;
+    limit(
+        "the number of held frames",
+        count,
+        held_frames::FRAMES_MAX as u64,
+    )?;
+    let bytes = held.bytes() as u64;
+    limit(
+        "the bytes of held frames",
+        bytes,
+        held_frames::TOTAL_BYTES_MAX as u64,
+    )?;
+    held.frames.iter().try_for_each(|frame| {
+        let bytes = frame.bytes.len() as u64;
+        limit("a held frame", bytes, held_frames::FRAME_BYTES_MAX as u64)
+    })
+}
+
 fn check_ranges(ranges: &[BlockRange]) -> Result<(), WireError> {
     let count = ranges.len() as u64;
     limit("the number of ranges", count, RANGES_MAX as u64)?;
@@ -268,6 +290,7 @@ impl Message for ToDestination {
             Self::List(list) => check_remaining(&list.remaining),
             Self::Unreadable { ranges, .. } => check_ranges(ranges),
             Self::Length { bytes, .. } => check_length(*bytes),
+            Self::HeldFrames(held) => check_held(held),
             Self::Resume { .. }
             | Self::Ask { .. }
             | Self::Verified
@@ -524,6 +547,34 @@ mod tests {
         let offer = an_offer();
         let disks = hot.iter().map(disk).collect();
         ToDestination::OfferDisks(Box::new(DisksOffer { offer, disks }))
+    }
+
+    #[test]
+    fn held_frames_keep_to_their_limits() {
+        let frame = |bytes| held_frames::HeldFrame {
+            card: 1,
+            header: [0; held_frames::HEADER_BYTES],
+            bytes: vec![7; bytes],
+        };
+        let message = |frames| ToDestination::HeldFrames(HeldFrames { frames });
+        let (longest, most) = (held_frames::FRAME_BYTES_MAX, held_frames::FRAMES_MAX);
+        for frames in [vec![frame(longest)], vec![frame(0); most]] {
+            let message = message(frames);
+            assert_eq!(decode(&encode(&message).unwrap()), Ok(message));
+        }
+        let all = held_frames::TOTAL_BYTES_MAX / longest + 1;
+        for frames in [
+            vec![frame(longest + 1)],
+            vec![frame(0); most + 1],
+            vec![frame(longest); all],
+        ] {
+            let bytes = postcard::to_stdvec(&message(frames)).unwrap();
+            let refused = decode::<ToDestination>(&bytes);
+            assert!(
+                matches!(refused, Err(WireError::Limit { .. })),
+                "{refused:?}"
+            );
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod content;
 mod init;
 mod json;
 mod load;
+mod net;
 mod page;
 mod pages;
 mod port;
@@ -64,6 +65,8 @@ struct Options {
     workloads: Option<PathBuf>,
     /// The interval of heartbeats.
     beat: Duration,
+    /// The address of the guest's network card, where clients are served.
+    address: Option<net::Address>,
 }
 
 impl Options {
@@ -74,6 +77,7 @@ impl Options {
             root: None,
             workloads: None,
             beat: Duration::from_millis(BEAT_MS),
+            address: None,
         };
         for pair in arguments.chunks(2) {
             let [name, value] = pair else {
@@ -87,6 +91,11 @@ impl Options {
                 "--root" => options.root = Some(value.clone()),
                 "--workloads" => options.workloads = Some(PathBuf::from(value)),
                 "--beat-ms" => options.beat = beat(value)?,
+                "--address" => {
+                    let address = net::Address::parse(value);
+                    let address = address.ok_or(format!("{value} is no ADDRESS/PREFIX"))?;
+                    options.address = Some(address);
+                }
                 _ => options.plan(name, value)?,
             }
         }
@@ -171,6 +180,9 @@ impl Arena {
     }
 
     fn serve(mut self) -> ExitCode {
+        if let Some(address) = self.options.address {
+            net::serve(address);
+        }
         loop {
             match self.open_port().and_then(|mut port| self.speak(&mut port)) {
                 Ok(()) => return ExitCode::SUCCESS,
@@ -347,6 +359,7 @@ mod tests {
             root: None,
             workloads: None,
             beat: Duration::from_millis(BEAT_MS),
+            address: None,
         })
     }
 

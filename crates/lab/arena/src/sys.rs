@@ -1,4 +1,4 @@
-//! Wraps the three kernel calls that the standard library does not offer.
+//! Wraps the kernel calls that the standard library does not offer.
 
 use std::ffi::{CString, c_char, c_int, c_long, c_ulong, c_void};
 use std::fs::File;
@@ -11,7 +11,7 @@ const MODULE_INIT_COMPRESSED_FILE: c_int = 4;
 /// Flag of `open` that makes reads and writes non-blocking.
 pub(crate) const O_NONBLOCK: i32 = 0o4000;
 
-#[expect(unsafe_code, reason = "declares two functions of the C library")]
+#[expect(unsafe_code, reason = "declares functions of the C library")]
 // SAFETY: the signatures are those of the C library on 64-bit Linux.
 unsafe extern "C" {
     #[link_name = "mount"]
@@ -23,6 +23,7 @@ unsafe extern "C" {
         data: *const c_void,
     ) -> c_int;
     fn syscall(number: c_long, ...) -> c_long;
+    fn ioctl(file: c_int, request: c_ulong, ...) -> c_int;
 }
 
 /// Mounts a file system: from a device, or one without, such as `proc`.
@@ -61,5 +62,39 @@ pub(crate) fn load_module(file: &File, compressed: bool) -> io::Result<()> {
         Ok(())
     } else {
         Err(io::Error::last_os_error())
+    }
+}
+
+/// A network interface, and what is asked or set of it: `struct ifreq`.
+#[repr(C)]
+pub(crate) struct InterfaceRequest {
+    name: [u8; 16],
+    value: [u8; 24],
+}
+
+impl InterfaceRequest {
+    /// Returns a request about an interface, with a name of at most 15 bytes.
+    pub(crate) fn new(name: &str, value: &[u8]) -> Self {
+        let mut request = Self {
+            name: [0; 16],
+            value: [0; 24],
+        };
+        let length = name.len().min(15);
+        request.name[..length].copy_from_slice(&name.as_bytes()[..length]);
+        request.value[..value.len()].copy_from_slice(value);
+        request
+    }
+
+    /// Lets the kernel carry it out.
+    pub(crate) fn carry_out(&self, socket: &impl AsRawFd, number: c_ulong) -> io::Result<()> {
+        #[expect(unsafe_code, reason = "the standard library has no ioctl")]
+        // SAFETY: the descriptor is open, and the request is a whole ifreq (40 bytes), which the
+        // requests of `net` only read.
+        let result = unsafe { ioctl(socket.as_raw_fd(), number, &raw const *self) };
+        if result == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
     }
 }

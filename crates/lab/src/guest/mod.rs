@@ -7,7 +7,7 @@ pub mod network;
 
 use crate::error::{During, LabError};
 use crate::installed;
-use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel};
+use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -63,6 +63,8 @@ pub struct Tiny {
     /// The interval of heartbeats in milliseconds. Each costs a guest under TCG so much that an
     /// idle one takes a fifth of a processor at 5 ms.
     pub beat_ms: u64,
+    /// Whether it has a card on the network of guests and clients, and serves clients there.
+    pub serves_clients: bool,
 }
 
 impl Tiny {
@@ -76,6 +78,7 @@ impl Tiny {
             memory_mib: 128,
             disk: None,
             beat_ms: 5,
+            serves_clients: false,
         }
     }
 
@@ -97,6 +100,17 @@ impl Tiny {
             read_only: false,
         };
         let disks = self.disk.iter().map(disk).collect();
+        let mut command_line =
+            format!("console=ttyS0 quiet panic=-1 -- --beat-ms {}", self.beat_ms);
+        let mut nics = Vec::new();
+        if self.serves_clients {
+            command_line.push_str(&format!(" --address {}", network::GUEST_ADDRESS));
+            nics.push(Nic {
+                network: network::NETWORK.to_owned(),
+                mac: network::GUEST_MAC.to_owned(),
+                port: None,
+            });
+        }
         GuestDescription {
             name: self.name.clone(),
             machine: self.chipset.machine_type(&self.machine_version),
@@ -106,10 +120,10 @@ impl Tiny {
             firmware: None,
             kernel: Some(Kernel {
                 name: KERNEL_NAME.to_owned(),
-                command_line: format!("console=ttyS0 quiet panic=-1 -- --beat-ms {}", self.beat_ms),
+                command_line,
             }),
             disks,
-            nics: Vec::new(),
+            nics,
             channels: vec![Channel {
                 name: CHANNEL_NAME.to_owned(),
             }],

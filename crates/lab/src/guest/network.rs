@@ -14,6 +14,8 @@ pub const BRIDGE: &str = "guests";
 pub const TAP: &str = "guest";
 /// The hardware address of a guest's card.
 pub const GUEST_MAC: &str = "52:54:00:4c:48:02";
+/// The guest's address, with the length of its prefix.
+pub const GUEST_ADDRESS: &str = "10.78.0.2/24";
 const CLIENTS_ADDRESS: &str = "10.78.0.1/24";
 
 /// Creates the network around a namespace for the clients.

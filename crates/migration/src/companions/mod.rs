@@ -8,6 +8,7 @@ mod disk_exports;
 mod disk_images;
 mod fencing;
 mod flash_variables;
+mod held_frames;
 mod hooks;
 mod local_content;
 mod shared_files;
@@ -23,6 +24,7 @@ pub(crate) fn at_destination(about: &destination::About) -> Vec<Box<dyn destinat
         Box::new(hooks::Arrival::new(about())),
         Box::new(shared_files::Arrival::new(about())),
         Box::new(bridge_ports::Arrival::new(about())),
+        Box::new(held_frames::Arrival::new(about())),
         Box::new(disk_images::Arrival::new(about())),
         Box::new(flash_variables::Arrival::new(about())),
         Box::new(base_images::Arrival::new(about())),
@@ -39,6 +41,7 @@ pub(crate) fn at_source(about: &source::About) -> Vec<Box<dyn source::Companion>
         Box::new(hooks::Departure::new(about())),
         Box::new(flash_variables::Departure::new(about())),
         Box::new(disk_exports::Departure::new(about())),
+        Box::new(held_frames::Departure::new(about())),
     ]
 }
 

@@ -376,6 +376,7 @@ impl DestinationAttempt {
                 let taken = self.inbound.receiving().has_length(region, bytes);
                 self.keeps_to_the_protocol(taken).await;
             }
+            ToDestination::HeldFrames(frames) => self.companions.held(&frames),
             ToDestination::Query(_)
             | ToDestination::Offer(_)
             | ToDestination::OfferDisks(_)

@@ -8,6 +8,7 @@
 //! released    before READY                      ─┘
 //! committed   the guest belongs to this host, and is still stopped
 //! running     beside the guest
+//! held        frames that came for the guest at the source while it was stopped
 //! ended       QEMU has ended, and the guest does not come
 //! aborted     that is recorded
 //! finished    everything of the guest is here
@@ -28,6 +29,7 @@ use longhaul_protocol::Generation;
 use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::held_frames::HeldFrames;
 use longhaul_protocol::message::{Check, Offer, Refusal, Summary};
 use longhaul_storage::disk::RawDisk;
 use longhaul_transport::TrustedHost;
@@ -120,6 +122,9 @@ pub(crate) trait Companion: Send + Sync {
     fn running(&mut self) -> Option<Step<'static, ()>> {
         None
     }
+
+    /// Takes frames that came for the guest at the source. It may be stopped still.
+    fn held(&mut self, _frames: &HeldFrames) {}
 
     /// Removes what needed QEMU, which has ended. The guest does not come, and that is not recorded
     /// yet.
@@ -215,6 +220,10 @@ impl Companions {
                 step.await;
             }
         })
+    }
+
+    pub(crate) fn held(&mut self, frames: &HeldFrames) {
+        self.0.iter_mut().for_each(|one| one.held(frames));
     }
 
     pub(crate) async fn ended(&mut self) {

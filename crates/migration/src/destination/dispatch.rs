@@ -282,5 +282,6 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::OfferFiles(_) => "OfferFiles",
         ToDestination::QueryPorts(_) => "QueryPorts",
         ToDestination::OfferPorts(_) => "OfferPorts",
+        ToDestination::HeldFrames(_) => "HeldFrames",
     }
 }

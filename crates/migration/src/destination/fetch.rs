@@ -388,6 +388,7 @@ impl Fetch {
                 self.whole().await;
             }
             ToDestination::Verified => {}
+            ToDestination::HeldFrames(frames) => self.begun.companions.held(&frames),
             // A source sends these before it knows that the guest runs here.
             ToDestination::Start { .. }
             | ToDestination::Commit { .. }

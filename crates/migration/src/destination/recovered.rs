@@ -107,6 +107,8 @@ impl Attempts {
             (_, Some(FromSource::Cancel(reason))) => {
                 Event::Message(FromSource::Cancel(crate::channel::short(&reason)))
             }
+            // The guest may be without them.
+            (ToDestination::HeldFrames(_), _) => return Ok(Vec::new()),
             (_, Some(FromSource::Verified) | None) => return Err(AnswerError::OutOfPlace),
             (_, Some(message)) => Event::Message(message),
         };

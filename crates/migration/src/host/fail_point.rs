@@ -95,6 +95,8 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     OfferFiles "offer" [],
     QueryPorts "query" [],
     OfferPorts "offer" [],
+    // No guest of the crash matrix has a card.
+    HeldFrames "held-frames" [],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:

@@ -107,6 +107,8 @@ pub(crate) struct SourceAttempt {
     wire_bytes: (u64, u64),
     stopped: Option<StoppedAt>,
     announced: Option<(Epoch, u64)>,
+    /// Whether frames that come for the guest are passed on: from COMMIT until QEMU ends.
+    passes_on: bool,
     /// The pass that was current when another was requested, and the time of the request.
     asked_pass: Option<(u32, Instant)>,
     disks: Disks,
@@ -181,6 +183,7 @@ impl SourceAttempt {
             wire_bytes: (0, 0),
             stopped: None,
             announced: None,
+            passes_on: false,
             asked_pass: None,
             disks: Disks::default(),
             early: None,
@@ -325,6 +328,9 @@ impl SourceAttempt {
 
     async fn tick(&mut self) {
         time_source(self).await;
+        if let Some(lost) = self.send_held() {
+            self.tell(lost).await;
+        }
         if self.is_disconnected() {
             // If the destination never returns, an operator may reclaim the guest.
             let next = self.terms().next();

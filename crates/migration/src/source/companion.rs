@@ -10,6 +10,7 @@
 //! closed      it is stopped, and QEMU closed its disks
 //! stopped     the last blocks travel                 │
 //! released    before RELEASED                       ─┘
+//! held        again and again, from COMMIT until QEMU ends
 //! committed   the guest runs at the destination, and QEMU here has ended
 //! resumed     the guest continues here
 //! finished    the end of the attempt, either way
@@ -26,6 +27,7 @@ use longhaul_api::{ApiError, Check};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::Generation;
+use longhaul_protocol::held_frames::HeldFrames;
 use std::pin::Pin;
 use std::sync::Arc;
 
@@ -98,6 +100,11 @@ pub(crate) trait Companion: Send + Sync {
     /// Decides whether the guest may be released to the destination.
     fn released(&mut self) -> Step<'_, Result<(), ApiError>> {
         Box::pin(async { Ok(()) })
+    }
+
+    /// Returns what came for the guest since it was stopped. It may run at the destination already.
+    fn held(&mut self) -> Option<HeldFrames> {
+        None
     }
 
     /// Removes what the guest needed here. It runs at the destination, and its QEMU here has ended.
@@ -185,6 +192,10 @@ impl Companions {
             one.released().await?;
         }
         Ok(())
+    }
+
+    pub(crate) fn held(&mut self) -> Vec<HeldFrames> {
+        self.0.iter_mut().filter_map(|one| one.held()).collect()
     }
 
     pub(crate) async fn committed(&mut self) {

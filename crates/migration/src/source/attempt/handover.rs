@@ -10,6 +10,7 @@ use longhaul_api::{ApiError, Phase, Resolve};
 use longhaul_attempt::source::{Action, Cause, Event};
 use longhaul_engine::handover::SourceState;
 use longhaul_protocol::message::{ToDestination, ToSource};
+use longhaul_protocol::wire::VERSION_OF_HELD_FRAMES;
 use tokio::time::Instant;
 
 impl SourceAttempt {
@@ -127,7 +128,10 @@ impl SourceOwner for SourceAttempt {
                 self.dial = Some(Dial::begin(&source.context, attempted, epoch, limit));
             }
             Action::Hangup => self.hang_up(),
-            Action::Send(message) => return self.post(message),
+            Action::Send(message) => {
+                self.passes_on |= matches!(message, ToDestination::Commit { .. });
+                return self.post(message).or_else(|| self.send_held());
+            }
             Action::SendBlocks => return self.send_blocks(),
             Action::StopBlocks => {
                 // Otherwise writes would wait for the destination while QEMU's migration is
@@ -149,12 +153,15 @@ impl SourceOwner for SourceAttempt {
             Action::Resume => return Some(self.resume().await),
             Action::Quit => {
                 self.entry().enter(Phase::Finishing);
+                let lost = self.send_held();
+                self.passes_on = false;
                 self.collect_summary().await;
                 self.departed = self.task.outbound.quit(&self.task.source).await;
                 // What the guest needed stays as long as its QEMU does.
                 if self.departed.is_none() {
                     self.task.companions.committed().await;
                 }
+                return lost;
             }
             Action::Because(cause) => self.because(cause),
             Action::ShowDoubt => self.show_doubt(),
@@ -185,6 +192,17 @@ impl SourceAttempt {
             self.task.sending.wake();
         }
         None
+    }
+
+    /// Passes on what has come for the guest since it was stopped.
+    pub(crate) fn send_held(&mut self) -> Option<Event> {
+        let session = self.session.as_ref().filter(|_| self.passes_on)?;
+        if session.control.peer().version < VERSION_OF_HELD_FRAMES {
+            return None;
+        }
+        let held = self.task.companions.held();
+        held.into_iter()
+            .find_map(|frames| self.post(ToDestination::HeldFrames(frames)))
     }
 
     async fn resume(&mut self) -> Event {
