@@ -8,9 +8,9 @@ use crate::candidate::{self, Candidate, Origin};
 use crate::message::Offer;
 use crate::nat::{self, Mapping};
 use crate::random::Random;
-use crate::tuning::{ADDRESSES_PER_SERVER_MAX, SERVERS_MAX, Tuning};
+use crate::tuning::{SERVERS_MAX, Tuning};
 use longhaul_protocol::HostId;
-use server::{Observer, Server, TcpStep};
+use server::{Server, TcpStep};
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -27,6 +27,8 @@ const REPEAT: Duration = Duration::from_secs(12);
 /// What happens at a host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LocalEvent {
+    /// The servers of this host, as they are now. What is known of those that stay is kept.
+    Servers(Vec<ServerConfig>),
     /// The addresses of the main socket on the interfaces, with its port, as they are now.
     Addresses(Vec<SocketAddr>),
     /// Addresses that an operator configured.
@@ -153,6 +155,7 @@ impl Local {
     /// Takes an input.
     pub fn handle(&mut self, event: LocalEvent, now: Duration) {
         match event {
+            LocalEvent::Servers(servers) => self.servers_are(servers, now),
             LocalEvent::Addresses(addresses) => self.addresses_are(addresses, now),
             LocalEvent::Configured(addresses) => self.configured = addresses,
             LocalEvent::PortMapped(address) => self.port_mapped = address,
@@ -357,16 +360,30 @@ impl Local {
             return;
         }
         self.own = addresses;
-        let own = &self.own;
         for server in &mut self.servers {
-            let addresses = server.config.addresses.iter();
-            let reachable = addresses
-                .filter(|address| own.iter().any(|own| own.is_ipv4() == address.is_ipv4()))
-                .take(ADDRESSES_PER_SERVER_MAX);
-            server.observers = reachable
-                .map(|address| Observer::new(*address, now, &self.tuning))
-                .collect();
+            server.observe_from(&self.own, now, &self.tuning);
             server.restart(now, &self.tuning);
+        }
+        self.actions.push_back(LocalAction::Refresh);
+    }
+
+    /// Servers came, went, or have other addresses.
+    fn servers_are(&mut self, servers: Vec<ServerConfig>, now: Duration) {
+        let mut known = std::mem::take(&mut self.servers);
+        for config in servers.into_iter().take(SERVERS_MAX) {
+            let place = known.iter().position(|server| server.config == config);
+            let server = place.map(|place| known.swap_remove(place));
+            self.servers.push(server.unwrap_or_else(|| {
+                let mut server = Server::new(config, now, &self.tuning);
+                server.observe_from(&self.own, now, &self.tuning);
+                server
+            }));
+        }
+        for gone in known {
+            if gone.tcp_is_wanted() {
+                self.actions
+                    .push_back(LocalAction::CloseTcp(gone.config.id));
+            }
         }
         self.actions.push_back(LocalAction::Refresh);
     }

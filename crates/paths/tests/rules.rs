@@ -379,3 +379,59 @@ proptest! {
         }
     }
 }
+
+/// A host learns of other servers while it runs: what it knows of those that stay is kept.
+#[test]
+fn servers_come_and_go() {
+    let config = |id: u8, at: &str| ServerConfig {
+        id: HostId([id; 32]),
+        name: format!("server-{id}"),
+        addresses: vec![address(at)],
+        relays: true,
+        tcp: true,
+    };
+    let (one, two) = (
+        config(101, "198.51.100.1:7400"),
+        config(102, "198.51.100.2:7400"),
+    );
+    let mut local = Local::new(vec![one.clone()], 1, Tuning::default(), ms(0));
+    let own = LocalEvent::Addresses(vec![address("192.168.1.2:7000")]);
+    local.handle(own, ms(0));
+    let asked = |local: &mut Local| {
+        let actions = std::iter::from_fn(|| local.poll_action()).collect::<Vec<_>>();
+        let asks = actions.iter().filter_map(|action| match action {
+            LocalAction::Ask { id, address } => Some((*id, *address)),
+            _ => None,
+        });
+        (asks.collect::<Vec<_>>(), actions)
+    };
+    let (asks, _) = asked(&mut local);
+    let [(id, from)] = asks[..] else {
+        panic!("{asks:?}");
+    };
+    let mapped = address("203.0.113.1:7000");
+    local.handle(LocalEvent::Observed { id, from, mapped }, ms(10));
+    assert_eq!(local.udp(), Udp::Works);
+    asked(&mut local);
+    local.handle(LocalEvent::Servers(vec![two.clone(), one.clone()]), ms(20));
+    let (asks, _) = asked(&mut local);
+    // Only the new one is asked now.
+    assert_eq!(asks.len(), 1, "{asks:?}");
+    assert_eq!(asks[0].1, address("198.51.100.2:7400"));
+    assert!(local.leg(one.id).is_some() && local.leg(two.id).is_none());
+    assert_eq!(local.offer().candidates.len(), 2);
+    local.handle(LocalEvent::Servers(vec![two.clone()]), ms(30));
+    assert!(local.leg(one.id).is_none());
+    assert_eq!(local.name(one.id), "an unknown server");
+    // What the first one saw is not offered any more.
+    assert_eq!(local.offer().candidates.len(), 1);
+    // A connection over TCP ends with its server.
+    let mut now = ms(30);
+    while !asked(&mut local).1.contains(&LocalAction::OpenTcp(two.id)) {
+        now = local.poll_timeout().unwrap().max(now + ms(1));
+        local.handle_timeout(now);
+    }
+    local.handle(LocalEvent::Servers(Vec::new()), now);
+    assert!(asked(&mut local).1.contains(&LocalAction::CloseTcp(two.id)));
+    assert_eq!(local.udp(), Udp::Unknown);
+}

@@ -2,7 +2,7 @@
 //! way to its relay.
 
 use crate::random::Random;
-use crate::tuning::Tuning;
+use crate::tuning::{ADDRESSES_PER_SERVER_MAX, Tuning};
 use longhaul_protocol::HostId;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -184,6 +184,22 @@ impl Server {
             udp_since: None,
             tcp_retry: tuning.down_retry,
         }
+    }
+
+    /// Begins to ask the addresses that this host has the family of.
+    pub(super) fn observe_from(&mut self, own: &[SocketAddr], now: Duration, tuning: &Tuning) {
+        let addresses = self.config.addresses.iter();
+        let reachable = addresses
+            .filter(|address| own.iter().any(|own| own.is_ipv4() == address.is_ipv4()))
+            .take(ADDRESSES_PER_SERVER_MAX);
+        self.observers = reachable
+            .map(|address| Observer::new(*address, now, tuning))
+            .collect();
+    }
+
+    /// Returns whether a connection over TCP is open, or being opened.
+    pub(super) fn tcp_is_wanted(&self) -> bool {
+        self.tcp == Tcp::Open || self.tcp == Tcp::Opening
     }
 
     pub(super) fn udp_is_up(&self) -> bool {
