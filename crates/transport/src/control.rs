@@ -60,6 +60,16 @@ impl Control {
         Ok(host.is_some_and(|host| host.scope.allows(permission)))
     }
 
+    /// Returns 32 bytes that only both ends of this connection know, different for each label (RFC
+    /// 8446, section 7.5, with an empty context).
+    pub fn export(&self, label: &[u8]) -> Result<[u8; 32], LinkError> {
+        let mut exported = [0; 32];
+        let connection = &self.link.connection;
+        let result = connection.export_keying_material(&mut exported, label, b"");
+        result.map_err(|_| LinkError::Failed("no keys can be exported".to_owned()))?;
+        Ok(exported)
+    }
+
     /// Opens a channel. The peer sees it with its first message.
     pub async fn open(&self) -> Result<Channel, LinkError> {
         let streams = self.link.connection.open_bi().await;

@@ -1,6 +1,7 @@
 //! Owns the one UDP socket of a host, and the connections made and accepted on it.
 
 mod candidates;
+mod datagrams;
 mod dial;
 mod listen;
 mod socket;
@@ -16,13 +17,14 @@ use crate::error::{CloseCode, ConnectError, LinkError};
 use crate::framing::Budget;
 use crate::hello::{HELLO_HEAD_BYTES, Hello};
 use crate::identity::Identity;
-use crate::mux::{Dropped, DroppedDatagrams, Mux};
+use crate::mux::{Arrived, Dropped, Mux, Sender, Socket, Sockets};
 use crate::quic::{
     self, CryptoError, HashedConnectionIdGenerator, HmacKey, IdleTimeout, Link, QuicServerConfig,
-    RecvStream, Runtime, SendStream, TransportConfig, VarInt, WeakConnectionHandle,
+    RecvStream, SendStream, TransportConfig, VarInt, WeakConnectionHandle,
 };
 use crate::rate::{LimitedFactory, RateLimit, header_bytes};
-use crate::stun::{self, Reflexive, ReflexiveError};
+use crate::routes::Routes;
+use crate::stun::{self, Pending};
 use crate::tls::{self, ALPN_CONTROL};
 use crate::trust::{TrustStore, TrustedHost};
 use longhaul_protocol::HostId;
@@ -34,6 +36,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc};
+use tracing::debug;
 
 /// The maximum number of connections (control and bulk) with one peer at once.
 pub const CONNECTIONS_PER_PEER_MAX: usize = 32;
@@ -47,6 +50,8 @@ const CONTROL_WINDOW_BYTES: u32 = 8_000_000;
 const OPENING_WINDOW_BYTES: u32 = 16_384;
 const CONTROLS_WAITING: usize = 16;
 const CLOSE_WITHIN: Duration = Duration::from_secs(1);
+/// How long a host is dialled on the way to it before its configured addresses are.
+const PEER_WITHIN: Duration = Duration::from_secs(3);
 
 /// The address and time limits of an endpoint.
 #[derive(Debug, Clone)]
@@ -113,7 +118,10 @@ pub(crate) struct EndpointInner {
     pub(crate) probed: Arc<AtomicBool>,
     quic: quic::Endpoint,
     stun: stun::Client,
-    dropped: Arc<Dropped>,
+    pending: Arc<Pending>,
+    sockets: Arc<Sockets>,
+    routes: Routes,
+    arrived: Arc<Arrived>,
     handshakes: Arc<Semaphore>,
     connections: Mutex<HashMap<HostId, Vec<WeakConnectionHandle>>>,
     budgets: Mutex<HashMap<HostId, Budget>>,
@@ -158,12 +166,22 @@ impl Endpoint {
         // Other kinds of datagrams share the socket, distinguished by their first byte.
         endpoint.grease_quic_bit(false);
         let runtime = Arc::new(quic::TokioRuntime);
-        let socket = runtime.wrap_udp_socket(socket).map_err(|e| setup(&e))?;
-        let (socket, stun, dropped) = Mux::new(socket);
+        let socket = Socket::new(socket, config.segmentation_offload).map_err(|e| setup(&e))?;
+        let sockets = Arc::new(Sockets::new(socket, Arc::<Dropped>::default()));
+        let routes = Routes::new(config.listen.is_ipv6());
+        let (arrived, pending) = (Arc::<Arrived>::default(), Arc::<Pending>::default());
+        let mux = Mux::new(
+            sockets.clone(),
+            routes.clone(),
+            arrived.clone(),
+            pending.clone(),
+        );
+        let sender = Sender::new(sockets.clone(), routes.clone());
+        let stun = stun::Client::new(Box::pin(sender), pending.clone());
         let quic = quic::Endpoint::new_with_abstract_socket(
             endpoint,
             Some(server),
-            Box::new(socket),
+            Box::new(mux),
             runtime,
         );
         let quic = quic.map_err(|e| setup(&e))?;
@@ -176,7 +194,10 @@ impl Endpoint {
             probed: Arc::default(),
             quic,
             stun,
-            dropped,
+            pending,
+            sockets,
+            routes,
+            arrived,
             handshakes: Arc::new(Semaphore::new(HANDSHAKES_MAX)),
             connections: Mutex::default(),
             budgets: Mutex::default(),
@@ -220,6 +241,22 @@ impl Endpoint {
         self.connect_to(host).await
     }
 
+    /// Opens a control connection to a trusted host at its peer address, so over the way that
+    /// [`Routes`] has for it.
+    pub async fn connect_peer(&self, id: HostId) -> Result<Control, ConnectError> {
+        let host = self.inner.trust.by_id(id)?;
+        let host = host.ok_or_else(|| ConnectError::NotTrusted(id.to_string()))?;
+        let dial = Dial {
+            expected: Some(host.id),
+            name: host.name.clone(),
+            alpn: ALPN_CONTROL,
+            limit: RateLimit::default(),
+        };
+        let address = self.inner.routes.peer_address(id);
+        let link = self.inner.dial(&dial, address).await?;
+        self.inner.greet(link, host, address, &dial).await
+    }
+
     async fn connect_to(&self, host: TrustedHost) -> Result<Control, ConnectError> {
         let dial = Dial {
             expected: Some(host.id),
@@ -227,6 +264,16 @@ impl Endpoint {
             alpn: ALPN_CONTROL,
             limit: RateLimit::default(),
         };
+        if self.inner.routes.way(host.id).is_some() {
+            // Its datagrams come from its peer address, whatever its real one is.
+            let address = self.inner.routes.peer_address(host.id);
+            let dialled = self.inner.dial(&dial, address);
+            match tokio::time::timeout(PEER_WITHIN, dialled).await {
+                Ok(Ok(link)) => return self.inner.greet(link, host, address, &dial).await,
+                Ok(Err(error)) => debug!(host = host.name, %error, "no answer on its way"),
+                Err(_) => debug!(host = host.name, "no answer on its way in time"),
+            }
+        }
         let candidates = Candidates::configured(&host.addresses);
         let (link, address) = self.inner.dial_any(&dial, candidates).await?;
         self.inner.greet(link, host, address, &dial).await
@@ -251,22 +298,6 @@ impl Endpoint {
         let id = link.peer_id();
         link.close(CloseCode::Done, "only asked who is here");
         id.ok_or_else(|| dial.error(LinkError::Failed("no certificate".to_owned())))
-    }
-
-    /// Returns the address under which the agent at `address` sees this host's socket, asked over
-    /// the same socket (STUN, RFC 8489). Gives up after 2.5 s. The answer is not authenticated: it
-    /// may serve as a hint, and not as a proof.
-    pub async fn reflexive(&self, address: SocketAddr) -> Result<Reflexive, ReflexiveError> {
-        let socket = self.local_address().map_err(ReflexiveError::Send)?;
-        self.inner
-            .stun
-            .ask(self.inner.mapped(address), socket)
-            .await
-    }
-
-    /// Returns the numbers of datagrams that were received and belong to nothing here.
-    pub fn dropped_datagrams(&self) -> DroppedDatagrams {
-        self.inner.dropped.get()
     }
 
     /// Ends all connections with a host, for example when it is no longer trusted.

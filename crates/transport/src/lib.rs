@@ -17,6 +17,11 @@
 //! sender.reserve() -> permit.send(..)   ======>   receiver.recv()
 //! sender.acknowledgement()              <======   receiver.acknowledge(..)
 //! ```
+//!
+//! A peer that is reached over changing ways, through NATs and relays, has an address of its own,
+//! which [`Routes`] maps to the way that is used now; [`Endpoint::connect_peer`] dials it. The
+//! frame plane shares the socket: its datagrams go to a [`Datagrams`], and it sends by a
+//! [`PlaneSocket`].
 
 mod bulk;
 mod control;
@@ -27,10 +32,12 @@ mod framing;
 mod hello;
 mod identity;
 mod mux;
+mod plane;
 mod probe;
 mod quic;
 mod rate;
 mod road;
+mod routes;
 mod stun;
 mod tls;
 mod trust;
@@ -50,11 +57,14 @@ pub use hello::{
     HELLO_BODY_BYTES_MAX, HELLO_MAGIC, Hello, HelloError, Incompatible, SOFTWARE_BYTES_MAX,
 };
 pub use identity::{Identity, IdentityError, KEY_FILE};
-pub use mux::{DatagramKind, DroppedDatagrams, keep_quic};
+pub use longhaul_paths::SocketId;
+pub use mux::{DatagramKind, Datagrams, DroppedDatagrams, Kept, Outlet, SOCKETS_MAX, Source, sort};
+pub use plane::{PlaneError, PlaneSocket};
 pub use probe::{PROBE_TIME_MAX, ProbeConfig, ProbeError, ProbeReport, ProbeSample};
+pub use routes::{ARRIVALS_PER_PEER_MAX, RelayLeg, Routes, Way};
 pub use stun::{
-    BindingAnswer, BindingError, BindingRequest, Reflexive, ReflexiveError, STUN_ANSWER_BYTES_MAX,
-    STUN_BYTES_MAX, StunError, TransactionId, binding_answer,
+    BindingAnswer, BindingError, BindingRequest, Observation, Reflexive, ReflexiveError,
+    STUN_ANSWER_BYTES_MAX, STUN_BYTES_MAX, StunError, TransactionId, binding_answer,
 };
 pub use trust::{
     ADDRESSES_MAX, Permission, Scope, TRUST_FILE, TRUSTED_HOSTS_MAX, TrustError, TrustStore,

@@ -5,7 +5,7 @@ mod limits;
 mod server;
 
 pub(crate) use client::{Client, Pending};
-pub use client::{Reflexive, ReflexiveError};
+pub use client::{Observation, Reflexive, ReflexiveError};
 pub(crate) use server::Server;
 pub use server::binding_answer;
 

@@ -3,13 +3,14 @@
 use super::{BindingAnswer, BindingError, BindingRequest, TransactionId};
 use crate::endpoint::canonical;
 use crate::quic::{Transmit, UdpSender};
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 
 /// The time from each request to the next, or to the end (RFC 8489, section 6.2.1, with fewer
 /// requests).
@@ -42,9 +43,40 @@ pub enum ReflexiveError {
     Send(io::Error),
 }
 
-/// The request that waits for an answer.
+/// An answer to a question of [`Endpoint::ask`](crate::Endpoint::ask).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Observation {
+    /// The number of the question.
+    pub id: u64,
+    /// The source of the answer.
+    pub from: SocketAddr,
+    /// This host's address in the answer.
+    pub mapped: SocketAddr,
+}
+
+/// The maximum number of questions that wait for answers. The oldest one is given up for another.
+const QUESTIONS_MAX: usize = 128;
+
+/// The requests that wait for answers.
 #[derive(Debug, Default)]
-pub(crate) struct Pending(Mutex<Option<Asked>>);
+pub(crate) struct Pending {
+    /// The one that a task waits for.
+    asked: Mutex<Option<Asked>>,
+    questions: Mutex<Questions>,
+}
+
+#[derive(Debug, Default)]
+struct Questions {
+    waiting: VecDeque<Question>,
+    answers: Option<mpsc::Sender<Observation>>,
+}
+
+#[derive(Debug)]
+struct Question {
+    id: u64,
+    transaction: TransactionId,
+    server: SocketAddr,
+}
 
 #[derive(Debug)]
 struct Asked {
@@ -66,13 +98,72 @@ impl Pending {
         match self.lock().take_if(is_answer) {
             // Fails only when nobody waits any more.
             Some(asked) => asked.answer.send((answer.result, to)).is_ok(),
-            None => false,
+            None => self.observed(&answer, canonical(from)),
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Asked>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Passes on an answer to a numbered question.
+    fn observed(&self, answer: &BindingAnswer, from: SocketAddr) -> bool {
+        let mut questions = self.questions();
+        let place = questions.waiting.iter().position(|question| {
+            question.transaction == answer.transaction && question.server == from
+        });
+        let question = place.and_then(|place| questions.waiting.remove(place));
+        let (Some(question), Some(answers)) = (question, &questions.answers) else {
+            return false;
+        };
+        let Ok(mapped) = answer.result else {
+            return false;
+        };
+        let observation = Observation {
+            id: question.id,
+            from,
+            mapped: canonical(mapped),
+        };
+        answers.try_send(observation).is_ok()
     }
+
+    /// Returns where answers to numbered questions arrive from now on.
+    pub(crate) fn answers(&self) -> mpsc::Receiver<Observation> {
+        let (sender, receiver) = mpsc::channel(QUESTIONS_MAX);
+        self.questions().answers = Some(sender);
+        receiver
+    }
+
+    /// Returns the request of a new numbered question.
+    pub(crate) fn question(&self, id: u64, server: SocketAddr) -> io::Result<Vec<u8>> {
+        let request = new_request()?;
+        let mut questions = self.questions();
+        if questions.waiting.len() >= QUESTIONS_MAX {
+            questions.waiting.pop_front();
+        }
+        questions.waiting.push_back(Question {
+            id,
+            transaction: request.transaction,
+            server: canonical(server),
+        });
+        Ok(request.encode())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Asked>> {
+        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn questions(&self) -> MutexGuard<'_, Questions> {
+        let questions = self.questions.lock();
+        questions.unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Returns a request with a transaction that nobody can guess.
+fn new_request() -> io::Result<BindingRequest> {
+    let mut transaction = TransactionId::default();
+    getrandom::fill(&mut transaction).map_err(|error| io::Error::other(error.to_string()))?;
+    Ok(BindingRequest {
+        transaction,
+        fingerprint: true,
+        unknown: Vec::new(),
+    })
 }
 
 /// Asks on the endpoint's socket, one question at a time.
@@ -95,14 +186,8 @@ impl Client {
         socket: SocketAddr,
     ) -> Result<Reflexive, ReflexiveError> {
         let mut sender = self.sender.lock().await;
-        let mut transaction = TransactionId::default();
-        getrandom::fill(&mut transaction)
-            .map_err(|error| ReflexiveError::Send(io::Error::other(error.to_string())))?;
-        let request = BindingRequest {
-            transaction,
-            fingerprint: true,
-            unknown: Vec::new(),
-        };
+        let request = new_request().map_err(ReflexiveError::Send)?;
+        let transaction = request.transaction;
         let request = request.encode();
         let (answer, mut answered) = oneshot::channel();
         *self.pending.lock() = Some(Asked {
