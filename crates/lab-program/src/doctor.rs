@@ -44,6 +44,7 @@ pub(crate) fn examine() -> (String, bool) {
         program("ip", "makes hosts", Need::Demo),
         program("ping", "measures links", Need::Demo),
         program("nice", "keeps links on time", Need::Demo),
+        program("nft", "NATs of sites", Need::Demo),
         namespaces(),
         tap(),
     ];
@@ -54,7 +55,11 @@ pub(crate) fn examine() -> (String, bool) {
         product(),
         memory(),
         disk(),
-        program("iperf3", "TCP's throughput, for lab bench link", Need::More),
+        program(
+            "iperf3",
+            "TCP's throughput, for lab bench link and network",
+            Need::More,
+        ),
         program("qemu-img", "qcow2 disks, for lab history", Need::More),
         program(
             "debootstrap",

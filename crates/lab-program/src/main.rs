@@ -3,6 +3,7 @@
 mod demo;
 mod doctor;
 mod history;
+mod sites;
 mod up;
 
 use std::path::PathBuf;
@@ -11,6 +12,7 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use longhaul_lab::error::LabError;
+use longhaul_lab::internet::access::Access;
 use longhaul_lab::interrupt;
 use longhaul_lab::lab::{HOST_NAMES, Plan, print, say};
 use longhaul_lab::link::spec::LinkSpec;
@@ -114,6 +116,16 @@ struct UpArguments {
     /// The link between every two of them: RATE,RTT, then loss=1%, jitter=2ms, queue=50ms
     #[arg(long, value_name = "SPEC", default_value = "100mbit,20ms")]
     link: LinkSpec,
+    /// Sites on an Internet instead, with a server and a client; --link is each site's uplink. A
+    /// site is none, full-cone, restricted, port-restricted, symmetric, no-udp or ipv6; KIND/KIND
+    /// has a carrier's NAT behind the site's, KIND+ipv6 both protocols, 2*KIND two hosts
+    #[arg(
+        long,
+        value_name = "KIND,KIND",
+        value_delimiter = ',',
+        conflicts_with_all = ["hosts", "guest"]
+    )]
+    nat: Vec<Access>,
     /// The seed of the random losses of a link
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -162,6 +174,9 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
         Action::Soak(options) => return crash::soak::command(&options),
         Action::Guests(options) => return guests::command(&options),
         Action::History(action) => return history::command(&action),
+        Action::Up(arguments) if arguments.foreground && !arguments.nat.is_empty() => {
+            sites::hold(arguments.nat, arguments.link, arguments.seed)?;
+        }
         Action::Up(arguments) if arguments.foreground => up::hold(
             Plan {
                 purpose: String::new(),

@@ -21,7 +21,7 @@ use longhaul_lab::product::{Product, Settings};
 use longhaul_lab::registry::{self, Found, Record, Registry};
 
 /// The purpose of interactive laboratories.
-const TO_PLAY_WITH: &str = "up";
+pub(crate) const TO_PLAY_WITH: &str = "up";
 /// The name of the laboratory's own guest.
 const GUEST_NAME: &str = "web-7";
 /// The time limit for removing a laboratory with agents and a guest.
@@ -58,6 +58,14 @@ pub(crate) fn hold(mut plan: Plan, inhabitants: &Inhabitants) -> Result<(), LabE
     }
     // Named so that it lives until the end.
     let _product = inhabit(&mut lab, inhabitants)?;
+    stay(&lab)
+}
+
+/// Reports that a laboratory is ready, and holds it until a signal requests the end.
+///
+/// # Errors
+/// When it cannot be reported.
+pub(crate) fn stay(lab: &Lab) -> Result<(), LabError> {
     print_record(lab.record()).during(|| "tell that the laboratory is there".to_owned())?;
     while !interrupt::requested() {
         // Ends early at an interrupt, which the condition checks.
@@ -138,15 +146,18 @@ fn describe(record: &Record) -> String {
     let mut text = format!("laboratory {}\n", record.id);
     for host in &record.hosts {
         text += &format!(
-            "  {:<6} {:<11} ip netns exec {} COMMAND\n",
+            "  {:<8} {:<14} ip netns exec {} COMMAND\n",
             host.name, host.address, host.namespace
         );
+        if let Some(place) = &host.place {
+            text += &format!("  {:<8} {place}\n", "");
+        }
         if let Some(api) = &host.api {
-            text += &format!("  {:<18} longhaul --socket {} COMMAND\n", "", api.display());
+            text += &format!("  {:<23} longhaul --socket {} COMMAND\n", "", api.display());
         }
         if let Some(guest) = &host.guest {
             text += &format!(
-                "  {:<18} guest {guest}: longhaul --socket SOCKET migrate {guest} --to HOST\n",
+                "  {:<23} guest {guest}: longhaul --socket SOCKET migrate {guest} --to HOST\n",
                 ""
             );
         }
@@ -156,6 +167,9 @@ fn describe(record: &Record) -> String {
             "  link {} - {}: {}\n",
             link.between[0], link.between[1], link.asked
         );
+    }
+    for line in &record.reach {
+        text += &format!("  {line}\n");
     }
     text += &format!("remove it: lab down {}\n", record.id);
     text
@@ -178,9 +192,13 @@ fn show(found: &Found) -> String {
     let state = if found.in_use { "in use" } else { "left over" };
     match &found.record {
         Some(record) => format!(
-            "{}  {state:<9}  {} hosts, {}{}\n",
+            "{}  {state:<9}  {} hosts{}, {}{}\n",
             found.id,
             record.hosts.len(),
+            match record.routers.is_empty() {
+                true => "",
+                false => " on an Internet",
+            },
             record.purpose,
             registry::owner_of(found)
                 .map_or_else(String::new, |owner| format!(", process {}", owner.pid)),
@@ -323,6 +341,8 @@ mod tests {
             hosts: Vec::new(),
             links: Vec::new(),
             clients: None,
+            routers: Vec::new(),
+            reach: Vec::new(),
         };
         Found {
             record: Some(record),

@@ -24,8 +24,13 @@ struct Held {
 
 impl Held {
     fn start() -> Self {
+        Self::start_with(&["--bare", "--link", "1mbit,200ms"])
+    }
+
+    fn start_with(arguments: &[&str]) -> Self {
         let mut process = Command::new(env!("CARGO_BIN_EXE_lab"))
-            .args(["up", "--bare", "--foreground", "--link", "1mbit,200ms"])
+            .args(["up", "--foreground"])
+            .args(arguments)
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
@@ -49,7 +54,9 @@ impl Held {
         let mut remains: Vec<String> = record
             .hosts
             .iter()
-            .map(|host| format!("/run/netns/{}", host.namespace))
+            .map(|host| &host.namespace)
+            .chain(&record.routers)
+            .map(|namespace| format!("/run/netns/{namespace}"))
             .chain([
                 format!("/run/longhaul-lab/{}", record.id),
                 record.data.display().to_string(),
@@ -110,5 +117,30 @@ fn ctrl_c_leaves_nothing() {
         assert_eq!(blocked, "SigBlk:\t0000000000000000", "process {pid}");
     }
     held.end_by(Signal::SIGINT);
+    assert!(held.remains().is_empty(), "{:?}", held.remains());
+}
+
+#[test]
+fn sites_behind_nats_are_shown_with_what_they_reach_and_removed() {
+    let kinds = "port-restricted,2*symmetric,no-udp";
+    let mut held = Held::start_with(&["--nat", kinds, "--link", "10mbit,4ms"]);
+    let record = held.record.clone();
+    let names: Vec<&str> = record.hosts.iter().map(|host| host.name.as_str()).collect();
+    let expected = ["lyon-1", "paris-1", "paris-2", "oslo-1", "rv-1", "client"];
+    assert_eq!(names, expected);
+    let reach = record.reach.join("\n");
+    for line in [
+        "lyon-1: 203.0.113.1:",
+        "one port for all far ends; filters by the far end's address and port",
+        "paris-2: 203.0.113.2:",
+        "another port by the far end's address and port",
+        "oslo-1: no UDP gets through",
+        "lyon - paris: direct after a birthday search",
+        "lyon - oslo: none: UDP is blocked",
+    ] {
+        assert!(reach.contains(line), "{line}: {reach}");
+    }
+    assert!(record.routers.len() >= 6, "{:?}", record.routers);
+    held.end_by(Signal::SIGTERM);
     assert!(held.remains().is_empty(), "{:?}", held.remains());
 }

@@ -1,6 +1,6 @@
 //! Manages a laboratory: hosts, each a network namespace with a folder and an address, and a link
-//! between every two of them. It is removed when dropped; the remains of a crash are removed by the
-//! next one.
+//! between every two of them, or an Internet that joins their sites. It is removed when dropped;
+//! the remains of a crash are removed by the next one.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -8,6 +8,7 @@ use std::process::{Child, Command};
 
 use crate::error::{During, LabError};
 use crate::guest::network;
+use crate::internet::{Internet, SitesPlan};
 use crate::link::measure::{self, Measured};
 use crate::link::spec::LinkSpec;
 use crate::link::{self, Control, End, Link};
@@ -37,6 +38,7 @@ pub struct Lab {
     hosts: Vec<Host>,
     links: Vec<(usize, usize, Link)>,
     clients: Option<Namespace>,
+    internet: Option<Internet>,
 }
 
 /// An emulated host.
@@ -45,7 +47,8 @@ pub struct Host {
     lab: String,
     name: String,
     number: u8,
-    address: String,
+    /// The first is the one that others use; at least one.
+    addresses: Vec<String>,
     folder: PathBuf,
     sockets: PathBuf,
     namespace: Namespace,
@@ -64,18 +67,12 @@ impl Lab {
                 plan.hosts
             )));
         }
-        let registry = Registry::of_this_machine();
-        for id in registry.sweep()? {
-            say(&format!("removed what laboratory {id} had left"));
-        }
-        let mut lab = Self {
-            claim: registry.enter(&plan.purpose)?,
-            hosts: Vec::new(),
-            links: Vec::new(),
-            clients: None,
-        };
+        let mut lab = Self::empty(&plan.purpose)?;
         for (index, name) in HOST_NAMES.iter().take(plan.hosts).enumerate() {
-            lab.add_host(name, index as u8 + 1)?;
+            let number = index as u8 + 1;
+            let addresses = vec![format!("10.77.0.{number}")];
+            let host = Host::create(&mut lab.claim, name, number, addresses, "")?;
+            lab.hosts.push(host);
         }
         for first in 0..plan.hosts {
             for second in first + 1..plan.hosts {
@@ -84,6 +81,34 @@ impl Lab {
         }
         lab.claim.save()?;
         Ok(lab)
+    }
+
+    /// Removes the remains of earlier laboratories, then creates one whose hosts are at sites of an
+    /// Internet, without links between them.
+    ///
+    /// # Errors
+    /// When some part of it cannot be created; the created parts are removed again.
+    pub fn create_sites(plan: &SitesPlan) -> Result<Self, LabError> {
+        let mut lab = Self::empty(&plan.purpose)?;
+        let (internet, hosts) = Internet::create(&mut lab.claim, plan)?;
+        lab.internet = Some(internet);
+        lab.hosts = hosts;
+        lab.claim.save()?;
+        Ok(lab)
+    }
+
+    fn empty(purpose: &str) -> Result<Self, LabError> {
+        let registry = Registry::of_this_machine();
+        for id in registry.sweep()? {
+            say(&format!("removed what laboratory {id} had left"));
+        }
+        Ok(Self {
+            claim: registry.enter(purpose)?,
+            hosts: Vec::new(),
+            links: Vec::new(),
+            clients: None,
+            internet: None,
+        })
     }
 
     /// Returns its name.
@@ -96,7 +121,7 @@ impl Lab {
         &self.claim.record
     }
 
-    /// Returns its hosts, in the order of [`HOST_NAMES`].
+    /// Returns its hosts, in the order of [`HOST_NAMES`], or of the sites.
     pub fn hosts(&self) -> &[Host] {
         &self.hosts
     }
@@ -132,6 +157,15 @@ impl Lab {
             .ok_or_else(|| LabError::Which(format!("no link between hosts {first} and {second}")))
     }
 
+    /// Returns the Internet that joins the sites of its hosts.
+    ///
+    /// # Errors
+    /// When its hosts are joined by links.
+    pub fn internet(&self) -> Result<&Internet, LabError> {
+        let none = || LabError::Which("this laboratory has links, and no Internet".to_owned());
+        self.internet.as_ref().ok_or_else(none)
+    }
+
     /// Creates a network of guests and their clients, beside the links.
     ///
     /// # Errors
@@ -162,15 +196,7 @@ impl Lab {
     /// When it cannot be measured, or differs by more than the laboratory's tolerances.
     pub fn measure_link(&self, asked: LinkSpec) -> Result<Measured, LabError> {
         let ends = [self.host(0)?.end(), self.host(1)?.end()];
-        let first = measure::measure(ends, asked)?;
-        match measure::judge(asked, first) {
-            Ok(()) => Ok(first),
-            Err(why) => {
-                say(&format!("{why}; measuring again"));
-                let second = measure::measure(ends, asked)?;
-                measure::judge(asked, second).map(|()| second)
-            }
-        }
+        measure::measure_as_asked(ends, asked)
     }
 
     /// Records the socket of a host's agent, for `lab`'s users.
@@ -179,6 +205,15 @@ impl Lab {
     /// When the record cannot be written.
     pub fn note_agent(&mut self, host: &str, api: &Path) -> Result<(), LabError> {
         self.note(host, |record| record.api = Some(api.to_owned()))
+    }
+
+    /// Records what the hosts reach, for `lab`'s users.
+    ///
+    /// # Errors
+    /// When the record cannot be written.
+    pub fn note_reach(&mut self, lines: Vec<String>) -> Result<(), LabError> {
+        self.claim.record.reach = lines;
+        self.claim.save()
     }
 
     /// Records the guest that was started on a host, for `lab`'s users.
@@ -198,30 +233,6 @@ impl Lab {
         self.claim.save()
     }
 
-    fn add_host(&mut self, name: &str, number: u8) -> Result<(), LabError> {
-        let id = self.claim.record.id.clone();
-        let namespace = format!("lh-{id}-{name}");
-        let address = format!("10.77.0.{number}");
-        self.claim.record.hosts.push(HostRecord {
-            name: name.to_owned(),
-            namespace: namespace.clone(),
-            address: address.clone(),
-            api: None,
-            guest: None,
-        });
-        self.claim.save()?;
-        self.hosts.push(Host {
-            name: name.to_owned(),
-            number,
-            address,
-            folder: make_folder(&self.claim.record.data.join(name))?,
-            sockets: self.claim.folder().to_owned(),
-            namespace: Namespace::create(&namespace)?,
-            lab: id,
-        });
-        Ok(())
-    }
-
     fn add_link(&mut self, first: usize, second: usize, plan: &Plan) -> Result<(), LabError> {
         let ends = [self.host(first)?.end(), self.host(second)?.end()];
         let between = ends.map(|end| end.name.to_owned());
@@ -239,6 +250,7 @@ impl Lab {
 impl Drop for Lab {
     fn drop(&mut self) {
         self.links.clear();
+        self.internet = None;
         if let Err(error) = self.claim.remove() {
             say(&format!(
                 "laboratory {} was not removed: {error} (hint: lab down)",
@@ -249,14 +261,55 @@ impl Drop for Lab {
 }
 
 impl Host {
+    /// Creates a host, recorded before. `place` is how it is attached to the Internet, if there is
+    /// one.
+    pub(crate) fn create(
+        claim: &mut Claim,
+        name: &str,
+        number: u8,
+        addresses: Vec<String>,
+        place: &str,
+    ) -> Result<Self, LabError> {
+        let id = claim.record.id.clone();
+        let namespace = format!("lh-{id}-{name}");
+        claim.record.hosts.push(HostRecord {
+            name: name.to_owned(),
+            namespace: namespace.clone(),
+            address: addresses.first().cloned().unwrap_or_default(),
+            place: (!place.is_empty()).then(|| place.to_owned()),
+            api: None,
+            guest: None,
+        });
+        claim.save()?;
+        Ok(Self {
+            name: name.to_owned(),
+            number,
+            addresses,
+            folder: make_folder(&claim.record.data.join(name))?,
+            sockets: claim.folder().to_owned(),
+            namespace: Namespace::create(&namespace)?,
+            lab: id,
+        })
+    }
+
+    /// Adds addresses that were given to its interface.
+    pub(crate) fn add_addresses(&mut self, more: Vec<String>) {
+        self.addresses.extend(more);
+    }
+
     /// Returns its name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Returns its address on every link.
+    /// Returns its address on every link, or at its site.
     pub fn address(&self) -> &str {
-        &self.address
+        self.addresses.first().map_or("", String::as_str)
+    }
+
+    /// Returns all its addresses.
+    pub fn addresses(&self) -> &[String] {
+        &self.addresses
     }
 
     /// Returns the folder that holds its state; removed with the laboratory.
@@ -279,7 +332,7 @@ impl Host {
         End {
             name: &self.name,
             number: self.number,
-            address: &self.address,
+            address: self.address(),
             namespace: &self.namespace,
         }
     }

@@ -1,8 +1,8 @@
 //! Implements the laboratory: emulated hosts, links and guests on one machine, and the product that
 //! moves the guests.
 //!
-//! [`lab`] creates hosts ([`netns`]) and [`link`]s and records them in the [`registry`], so that
-//! they are always removed.
+//! [`lab`] creates hosts ([`netns`]) and [`link`]s, or an [`internet`] of sites, and records them
+//! in the [`registry`], so that they are always removed.
 
 pub mod agent;
 pub mod arena;
@@ -10,6 +10,7 @@ pub mod error;
 pub mod guest;
 pub mod history;
 pub mod installed;
+pub mod internet;
 pub mod interrupt;
 pub mod lab;
 pub mod link;

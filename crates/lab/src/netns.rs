@@ -59,6 +59,34 @@ impl Namespace {
         &self.name
     }
 
+    /// Turns IPv6 on, for the interfaces that are created from now on. Addresses are used at once.
+    ///
+    /// # Errors
+    /// When the kernel has no IPv6, or refuses.
+    pub fn enable_ipv6(&self) -> Result<(), LabError> {
+        for (key, value) in [
+            ("disable_ipv6", "0"),
+            ("accept_dad", "0"),
+            ("accept_ra", "0"),
+            ("router_solicitations", "0"),
+        ] {
+            for of in ["all", "default"] {
+                self.set(&format!("net/ipv6/conf/{of}/{key}"), value)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets a kernel setting of the namespace, by its path below /proc/sys.
+    ///
+    /// # Errors
+    /// When the kernel does not have it, or refuses.
+    pub fn set(&self, key: &str, value: &str) -> Result<(), LabError> {
+        let path = PathBuf::from("/proc/sys").join(key);
+        self.enter(|| fs::write(&path, value))?
+            .during(|| format!("set {} of {}", path.display(), self.name))
+    }
+
     /// Runs a task in a thread of its own inside the namespace: its sockets and interfaces belong
     /// to the namespace for as long as they live.
     ///

@@ -44,13 +44,20 @@ pub struct Record {
     /// The network namespace of guests' clients, where there are any.
     #[serde(default)]
     pub clients: Option<String>,
+    /// The network namespaces of routers and of the Internet, where there are any.
+    #[serde(default)]
+    pub routers: Vec<String>,
+    /// What the hosts reach, as measured: a line each.
+    #[serde(default)]
+    pub reach: Vec<String>,
 }
 
 impl Record {
     /// Returns all network namespaces to be removed.
     fn namespaces(&self) -> Vec<String> {
         let hosts = self.hosts.iter().map(|host| host.namespace.clone());
-        hosts.chain(self.clients.clone()).collect()
+        let others = self.clients.iter().chain(&self.routers).cloned();
+        hosts.chain(others).collect()
     }
 }
 
@@ -63,6 +70,9 @@ pub struct HostRecord {
     pub namespace: String,
     /// Its address.
     pub address: String,
+    /// How it is attached to the Internet, if there is one.
+    #[serde(default)]
+    pub place: Option<String>,
     /// Its agent's socket, if there is an agent.
     pub api: Option<PathBuf>,
     /// The guest that was started on it, if there is one.
@@ -148,6 +158,8 @@ impl Registry {
                 hosts: Vec::new(),
                 links: Vec::new(),
                 clients: None,
+                routers: Vec::new(),
+                reach: Vec::new(),
             },
         };
         claim.save()?;

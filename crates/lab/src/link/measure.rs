@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::End;
 use super::spec::LinkSpec;
 use crate::error::{During, LabError};
+use crate::lab::say;
 
 /// Payload of a full datagram, and its overhead of Ethernet, IP and UDP.
 const PAYLOAD_BYTES: usize = 1400;
@@ -67,6 +68,23 @@ pub fn measure(ends: [End<'_>; 2], spec: LinkSpec) -> Result<Measured, LabError>
         loss: 1.0 - arrived as f64 / sent.max(1) as f64,
         datagrams: sent,
     })
+}
+
+/// Measures a link and compares it with the request. Tries again once: a busy machine may have been
+/// late.
+///
+/// # Errors
+/// When it cannot be measured, or differs by more than the laboratory's tolerances.
+pub fn measure_as_asked(ends: [End<'_>; 2], asked: LinkSpec) -> Result<Measured, LabError> {
+    let first = measure(ends, asked)?;
+    match judge(asked, first) {
+        Ok(()) => Ok(first),
+        Err(why) => {
+            say(&format!("{why}; measuring again"));
+            let second = measure(ends, asked)?;
+            judge(asked, second).map(|()| second)
+        }
+    }
 }
 
 /// Compares the measured link with the requested one.

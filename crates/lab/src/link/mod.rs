@@ -241,6 +241,6 @@ fn configure(end: End<'_>, peer: End<'_>) -> Result<(), LabError> {
 }
 
 /// Returns the hardware address of one host's interface towards another, both counted from 1.
-fn hardware_address(own: u8, peer: u8) -> String {
+pub(crate) fn hardware_address(own: u8, peer: u8) -> String {
     format!("02:4c:48:00:{own:02x}:{peer:02x}")
 }
