@@ -5,8 +5,10 @@ pub mod codec;
 mod disk;
 pub mod document;
 mod handover;
+mod iperf3;
 mod link;
 mod memory;
+mod network;
 mod redundancy;
 
 use std::process::ExitCode;
@@ -112,6 +114,7 @@ pub const BENCHES: &[Bench] = &[
     handover::BENCH,
     link::BENCH,
     memory::BENCH,
+    network::BENCH,
     redundancy::BENCH,
     memory::back::BENCH,
 ];

@@ -7,6 +7,7 @@
 mod codec;
 mod disks;
 mod moves;
+mod network;
 mod redundancy;
 mod rows;
 mod svg;
@@ -261,6 +262,7 @@ fn section(document: &Saved, documents: &[Saved]) -> Section {
         "memory" => moves::show(&rows, &document.name, &mut section),
         "handover" => moves::show_handover(&rows, &mut section),
         "link" => moves::show_link(&rows, &mut section),
+        "network" => network::show(&rows, &mut section),
         _ => {}
     }
     if !document.checks.is_empty() {
@@ -382,7 +384,20 @@ mod tests {
             moved("longhaul", "mirror", "completed", 0.5),
             moved("qemu-mirror", "mirror", "failed: late", 0.7),
         ]);
+        let joined = |system: &str, bps: f64, outcome: &str| {
+            json!({
+                "system": system, "case": "veth", "outcome": outcome, "version": "1.2",
+                "way": "forth", "congestion": "cubic", "throughput_bps": bps, "cpu_s_per_gb": 1.5,
+                "latency_us": {"p50": 150.0, "p99": 300.0},
+            })
+        };
+        let networks = json!([
+            joined("longhaul", 8e9, "completed"),
+            joined("longhaul", 6e9, "completed"),
+            {"system": "tinc", "outcome": "skipped: not installed", "version": null, "case": ""},
+        ]);
         let (folder, page) = made(&[
+            document("network", networks),
             document("disk", disks),
             document("memory", moves),
             document("redundancy", figure),
@@ -404,6 +419,9 @@ mod tests {
             "`lab bench memory --json --quick` (fewer cases and repeats than a whole run): \
              [memory.json](documents/memory.json)",
             "| idle, cloudnet-blocks | 20.0 % | 30.0 % |",
+            "| longhaul | forth, CUBIC | 7000 | 1.5 | 150 | 300 |",
+            "Versions: longhaul: 1.2.",
+            "Not measured: tinc: skipped: not installed.",
             "\n\nA note.\n\n## disk\n",
             "## unheard-of",
             "![Bytes over the link, moves that completed](memory-bytes.svg)",
