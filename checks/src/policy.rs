@@ -41,11 +41,7 @@ pub const DIRECTION: [(&str, &[&str]); 27] = [
     ),
     (
         "longhaul-rendezvous",
-        &[
-            "longhaul-protocol",
-            "longhaul-realm",
-            "longhaul-transport",
-        ],
+        &["longhaul-protocol", "longhaul-realm", "longhaul-transport"],
     ),
     ("longhaul-api", &["longhaul-protocol"]),
     (
