@@ -27,6 +27,9 @@ impl Describing<'_> {
                     "take the limits of that `throttle-group` away (`qom-set` of its `limits`)",
                 );
             }
+            if file.is_part {
+                self.part(&what);
+            }
             let image = self.names.image(&what, file);
             let Some(image) = self.accept(image) else {
                 return;

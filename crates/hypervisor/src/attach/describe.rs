@@ -7,6 +7,7 @@ use super::words::Words;
 use super::{cards, drives, more_options, properties};
 use crate::description::{self, Chipset, is_name};
 use crate::hardware::families::FSDEV;
+use crate::hardware::more::{CDROM, DRIVE};
 use crate::hardware::tables::{Bus, Model, Serves, VGAS};
 use crate::observe::{Blocker, DETACH, pci_place};
 use crate::tested;
@@ -36,6 +37,7 @@ pub(super) fn describe(
         settings: BTreeMap::new(),
     };
     describing.refusals.extend(found.blockers.iter().cloned());
+    describing.is_pc();
     let mut devices = describing.devices(&line);
     describing.plugged(&mut devices);
     let hardware = describing.hardware(&line, devices);
@@ -85,6 +87,20 @@ impl Describing<'_> {
 
     pub(super) fn accept<T>(&mut self, result: Result<T, Blocker>) -> Option<T> {
         result.map_err(|blocker| self.refusals.push(blocker)).ok()
+    }
+
+    /// Refuses machines that no description has.
+    fn is_pc(&mut self) {
+        let machine = &self.found.machine.machine_type;
+        if Chipset::of(machine).is_none() {
+            self.refuse(
+                format!(
+                    "machine {} cannot be made again: only q35 and pc can",
+                    shown(machine)
+                ),
+                "start the guest with -machine q35",
+            );
+        }
     }
 
     /// Returns every device, with the place that QEMU gave it.
@@ -206,6 +222,9 @@ impl Describing<'_> {
         let image = self.names.image(&format!("disk {called}"), &inserted);
         let image = self.accept(image)?;
         let is_local = self.names.is_local(&image);
+        if inserted.is_part {
+            self.part(&format!("disk {called}"));
+        }
         // A local image is kept open.
         if !is_local && !inserted.read_only && !self.names.opens_again(&inserted.file) {
             self.refuse(
@@ -222,6 +241,9 @@ impl Describing<'_> {
             self.backing_files(&called, &name, &inserted.backing);
         }
         device.serves = Some(name.clone());
+        if seen.kind == "usb-storage" {
+            self.usb_storage(&name, drive, seen);
+        }
         let limits = limits.into_iter();
         let limits = limits.map(|(key, value)| (format!("limit.{name}.{key}"), value));
         self.settings.extend(limits);
@@ -232,6 +254,19 @@ impl Describing<'_> {
             read_only: inserted.read_only,
         });
         Some(())
+    }
+
+    /// Adds what USB storage shows the guest of its `-drive`.
+    fn usb_storage(&mut self, disk: &str, words: Option<&Words>, seen: &Seen) {
+        let id = self.medium(seen).map(|medium| medium.drive.clone());
+        let Some(id) = id.filter(|id| !id.is_empty()) else {
+            return;
+        };
+        self.settings.insert(format!("{DRIVE}{disk}"), id);
+        if words.is_some_and(|words| words.get("media") == Some("cdrom")) {
+            self.settings
+                .insert(format!("{CDROM}{disk}"), "on".to_owned());
+        }
     }
 
     /// Returns the drive of a device, as QEMU lists it: by the device's id or path, or by that of a
@@ -370,6 +405,9 @@ impl Describing<'_> {
         for (path, flash) in [(FLASH[0], Some(&code)), (FLASH[1], variables.as_ref())] {
             self.flash_is_plain(path, flash);
         }
+        if code.is_part {
+            self.part("the firmware's code");
+        }
         let code = self.names.firmware(&code.file);
         let code = self.accept(code)?;
         let variables = match variables {
@@ -378,10 +416,23 @@ impl Describing<'_> {
                 let image = self
                     .names
                     .image("the disk of the firmware's variables", &inserted);
-                Some(self.accept(image)?)
+                let image = self.accept(image)?;
+                // One that moves along becomes as long as the flash.
+                if inserted.is_part && !self.names.is_local(&image) {
+                    self.part("the disk of the firmware's variables");
+                }
+                Some(image)
             }
         };
         Some(Flash { code, variables })
+    }
+
+    /// Refuses an image of which only a part is used.
+    pub(super) fn part(&mut self, what: &str) {
+        self.refuse(
+            format!("{what}: only a part of its file is used (`offset`, `size`)"),
+            "start the guest with an image of exactly that size",
+        );
     }
 
     /// Refuses what a flash has and would not have elsewhere.
@@ -477,7 +528,7 @@ const UNPLUG: &str = "unplug it before moving, and plug it in again afterwards";
 
 /// Models that cannot be made elsewhere, by the beginning of their names: the reason, and what to
 /// do.
-pub(super) const KEPT_HERE: [(&str, &str, &str); 13] = [
+pub(super) const KEPT_HERE: [(&str, &str, &str); 15] = [
     (
         "tpm-",
         "the state of a TPM is kept outside QEMU, on this host",
@@ -495,6 +546,12 @@ pub(super) const KEPT_HERE: [(&str, &str, &str); 13] = [
         STAYS,
         "start the guest with intel-iommu, or without one",
     ),
+    (
+        "isa-cirrus-vga",
+        "QEMU ends when it loads its state",
+        "use cirrus-vga",
+    ),
+    ("isa-vga", "QEMU ends when it loads its state", "use VGA"),
     ("virtio-crypto", STAYS, DETACH),
     ("virtio-vga-gl", GRAPHICS, "use virtio-vga"),
     ("virtio-gpu-gl", GRAPHICS, "use virtio-gpu-pci"),

@@ -13,7 +13,7 @@ const NAME_BYTES_MAX: usize = 16;
 const WITHOUT: &str = "start the guest without it";
 
 /// Settings of nodes that concern this host only, or that QEMU reports.
-const NODE: [&str; 29] = [
+const NODE: [&str; 30] = [
     "aio",
     "aio-max-batch",
     "auto-read-only",
@@ -38,6 +38,8 @@ const NODE: [&str; 29] = [
     "pass-discard-snapshot",
     "read-only",
     "refcount-cache-size",
+    // Whether that is all of the file is asked.
+    "size",
     "throttle-group",
     // Parts of these are further settings.
     "backing",

@@ -32,6 +32,9 @@ impl Describing<'_> {
                     "take the limits of its drive away (QMP `block_set_io_throttle` with zeros)",
                 );
             }
+            if inserted.is_part {
+                self.part(&what);
+            }
             let image = self.names.image(&what, inserted);
             let Some(image) = self.accept(image) else {
                 continue;

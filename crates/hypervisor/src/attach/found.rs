@@ -101,6 +101,8 @@ pub(super) struct Inserted {
     pub(super) encrypted: bool,
     /// The nodes that may limit the guest's requests, each by its group, if QEMU says which.
     pub(super) throttled_by: Vec<Option<String>>,
+    /// Whether only a part of its file is the disk.
+    pub(super) is_part: bool,
     /// The images that it is an overlay of, from the top down.
     pub(super) backing: Vec<Inserted>,
 }
@@ -289,7 +291,11 @@ async fn defaults(qmp: &Qmp, kind: &str) -> Result<BTreeMap<String, Value>, QmpE
 
 /// Returns the arrangement of the vCPUs, how many are absent, and their model.
 async fn cpus(qmp: &Qmp) -> Result<(Topology, usize, String), QmpError> {
-    let answer = qmp.query("query-hotpluggable-cpus").await?;
+    let answer = match qmp.query("query-hotpluggable-cpus").await {
+        // A machine without slots is refused by its type.
+        Err(QmpError::Refused { .. }) => Value::Null,
+        answer => answer?,
+    };
     let slots = answer.as_array().map(Vec::as_slice).unwrap_or_default();
     let count = |name: &str| {
         let ids: BTreeSet<u64> = slots
@@ -328,6 +334,8 @@ struct Nodes {
     /// The node of the backing file of each, by its name.
     backing: BTreeMap<String, String>,
     encrypted: BTreeSet<String>,
+    /// The size of each, by its name.
+    sizes: BTreeMap<String, u64>,
 }
 
 impl Nodes {
@@ -340,6 +348,11 @@ impl Nodes {
         });
         let about: BTreeMap<_, _> = about.collect();
         let all = nodes.as_array().into_iter().flatten();
+        let sizes = all.clone().filter_map(|node| {
+            let size = node["image"]["virtual-size"].as_u64()?;
+            Some((text(&node["node-name"]), size))
+        });
+        let sizes = sizes.collect();
         let encrypted = all.filter(|node| node["encrypted"] == true);
         let encrypted = encrypted.map(|node| text(&node["node-name"])).collect();
         let names: BTreeMap<u64, String> = graph["nodes"]
@@ -369,6 +382,7 @@ impl Nodes {
             below,
             backing,
             encrypted,
+            sizes,
             about,
         }
     }
@@ -409,7 +423,11 @@ impl Nodes {
             driver.clone_into(&mut inserted.protocol);
             file.clone_into(&mut inserted.file);
             match self.below.get(name) {
-                Some(below) => name = below,
+                Some(below) => {
+                    let size = |name: &str| Some(self.sizes.get(name)?.next_multiple_of(512));
+                    inserted.is_part |= driver == "raw" && size(name) != size(below);
+                    name = below;
+                }
                 None => return Some((inserted, backing)),
             }
         }

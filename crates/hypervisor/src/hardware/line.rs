@@ -1,6 +1,6 @@
 //! Builds the part of QEMU's command line that an exact machine description determines.
 
-use super::more::{FLOPPIES, is_cpu};
+use super::more::{CDROM, DRIVE, FLOPPIES, is_cpu};
 use super::tables::{Bus, Model, Serves};
 use super::{BACKING_MAX, families, nic, wiring};
 use crate::balloon::FREE_PAGE_HINT;
@@ -269,6 +269,26 @@ fn backing_files(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveErro
     Ok(())
 }
 
+/// Emits what is below the device of a disk, and returns its name. USB storage shows the guest what
+/// only a `-drive` has.
+fn drive(line: &mut Line, around: &Around<'_>, disk: &Disk) -> Result<String, ResolveError> {
+    let backing = around.description.backing(&disk.name);
+    let setting = |prefix: &str| {
+        let settings = &around.hardware.settings;
+        settings.get(&format!("{prefix}{}", disk.name))
+    };
+    let Some(id) = setting(DRIVE) else {
+        return disk_nodes(line, disk, backing, around.host);
+    };
+    let media = match setting(CDROM).is_some_and(|value| value == "on") {
+        true => ",media=cdrom",
+        false => "",
+    };
+    let nodes = drive_options(disk, backing, around.host)?;
+    line.option("-drive", format!("if=none,id={id}{media}{nodes}"));
+    Ok(id.clone())
+}
+
 fn device(
     line: &mut Line,
     around: &Around<'_>,
@@ -302,8 +322,7 @@ fn device(
         Serves::Disk | Serves::Medium => {
             let disk = description.disks.iter().find(|disk| disk.name == served);
             if let Some(disk) = disk {
-                let backing = description.backing(&disk.name);
-                add("drive", &disk_nodes(line, disk, backing, host)?);
+                add("drive", &drive(line, around, disk)?);
             }
         }
         Serves::Nic => {

@@ -258,12 +258,6 @@ pub(super) const MODELS: &[Model] = &[
     ),
     model(&["vmcoreinfo"], Bus::Board, Serves::Nothing, &[]),
     model(
-        &["isa-cirrus-vga", "isa-vga"],
-        Bus::Board,
-        Serves::Nothing,
-        &[SCREEN, &[("blitter", Switch), ("global-vmstate", Switch)]],
-    ),
-    model(
         &["isa-fdc"],
         Bus::Board,
         Serves::Nothing,
@@ -353,6 +347,11 @@ pub(crate) const LIMITS: [&str; 19] = [
     "iops_wr_max_length",
 ];
 
+/// The beginnings of the settings of a `-drive` that USB storage has: its id, which the guest sees
+/// (`drive.sda`), and whether it is a CD drive (`cdrom.sda`).
+pub(crate) const DRIVE: &str = "drive.";
+pub(crate) const CDROM: &str = "cdrom.";
+
 /// The settings of the board's floppy drives.
 pub(crate) const FLOPPIES: [&str; 2] = ["floppy.0", "floppy.1"];
 
@@ -406,6 +405,11 @@ pub(super) fn setting(name: &str) -> Option<Kind> {
     }
     if let Some(disk) = name.strip_prefix(BACKING) {
         return crate::description::is_name(disk, 16).then_some(Word);
+    }
+    for (prefix, kind) in [(CDROM, Switch), (DRIVE, Word)] {
+        if let Some(disk) = name.strip_prefix(prefix) {
+            return crate::description::is_name(disk, 16).then_some(kind);
+        }
     }
     let (start, last) = name.rsplit_once('.')?;
     if let Some(model) = start.strip_prefix("global.") {
