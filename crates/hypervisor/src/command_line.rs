@@ -14,7 +14,7 @@ use crate::hardware::wiring::UserNetwork;
 use crate::tap;
 use longhaul_protocol::guest::{Disk, GuestDescription};
 use longhaul_protocol::port::Port;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -293,7 +293,7 @@ fn disk(
     bus: &str,
     index: usize,
 ) -> Result<(), ResolveError> {
-    let drive = disk_nodes(line, disk, around)?;
+    let drive = disk_nodes(line, disk, None, around)?;
     line.option(
         "-device",
         format!(
@@ -305,10 +305,12 @@ fn disk(
     Ok(())
 }
 
-/// Emits the nodes of a disk and returns the name of the upper one.
+/// Emits the nodes of a disk and returns the name of the upper one. The nodes of the disk that it
+/// is an overlay of are there already.
 pub(crate) fn disk_nodes(
     line: &mut Line,
     disk: &Disk,
+    backing: Option<&Disk>,
     around: &Surroundings<'_>,
 ) -> Result<String, ResolveError> {
     let name = &disk.name;
@@ -320,10 +322,11 @@ pub(crate) fn disk_nodes(
         nodes.for_each(|node| line.option("-blockdev", node));
         base
     });
+    let below = backing.map(|backing| format_node(&backing.name)).or(base);
     let used = Used {
         shared: disk.shared,
         read_only: disk.read_only,
-        base: base.as_deref(),
+        base: below.as_deref(),
         size: around.sizes.get(name).copied(),
     };
     nodes(line, &file, &format, image, &used);
@@ -340,7 +343,7 @@ pub(crate) fn format_node(disk: &str) -> String {
 pub(crate) struct Used<'a> {
     pub(crate) shared: bool,
     pub(crate) read_only: bool,
-    /// The node of its base image; where absent, the image names it itself.
+    /// The node of its backing file; where absent, the image names it itself.
     pub(crate) base: Option<&'a str>,
     /// The size of a raw disk, if its volume is larger.
     pub(crate) size: Option<u64>,
@@ -348,6 +351,19 @@ pub(crate) struct Used<'a> {
 
 /// Emits the nodes of an image.
 pub(crate) fn nodes(line: &mut Line, file: &str, format: &str, image: &Image, used: &Used<'_>) {
+    let (file_node, mut format_node) = options(file, format, image, used);
+    format_node.insert("file".to_owned(), file.into());
+    line.option("-blockdev", Value::from(file_node).to_string());
+    line.option("-blockdev", Value::from(format_node).to_string());
+}
+
+/// Returns the options of the nodes of an image, without that of the upper one for the lower one.
+fn options(
+    file: &str,
+    format: &str,
+    image: &Image,
+    used: &Used<'_>,
+) -> (Map<String, Value>, Map<String, Value>) {
     let read_only = used.read_only;
     let direct = image.direct.unwrap_or(used.shared);
     // QEMU's own lock complements the journal: it stops an operator who starts a second QEMU.
@@ -361,7 +377,7 @@ pub(crate) fn nodes(line: &mut Line, file: &str, format: &str, image: &Image, us
         ImageFormat::Qcow2 => "qcow2",
     };
     let mut format_node = json!({
-        "driver": driver, "node-name": format, "file": file,
+        "driver": driver, "node-name": format,
         "cache": {"direct": direct}, "read-only": read_only, "discard": "unmap",
     });
     if let Some(base) = used.base {
@@ -370,8 +386,45 @@ pub(crate) fn nodes(line: &mut Line, file: &str, format: &str, image: &Image, us
     if let (ImageFormat::Raw, Some(size)) = (image.format, used.size) {
         format_node["size"] = size.into();
     }
-    line.option("-blockdev", file_node.to_string());
-    line.option("-blockdev", format_node.to_string());
+    let object = |node: Value| match node {
+        Value::Object(options) => options,
+        _ => Map::new(),
+    };
+    (object(file_node), object(format_node))
+}
+
+/// Returns the nodes of a disk as options of a `-drive`, each after a comma.
+pub(crate) fn drive_options(
+    disk: &Disk,
+    backing: Option<&Disk>,
+    around: &Surroundings<'_>,
+) -> Result<String, ResolveError> {
+    let image = image_called(around.config, &disk.image)?;
+    let (file, format) = (format!("file-{}", disk.name), format_node(&disk.name));
+    let below = backing.map(|backing| format_node(&backing.name));
+    let used = Used {
+        shared: disk.shared,
+        read_only: disk.read_only,
+        base: below.as_deref(),
+        size: None,
+    };
+    let (mut file_node, format_node) = options(&file, &format, image, &used);
+    // It is that of the drive.
+    file_node.remove("cache");
+    let mut text = flat("", &format_node);
+    text.push_str(&flat("file.", &file_node));
+    Ok(text)
+}
+
+fn flat(prefix: &str, options: &Map<String, Value>) -> String {
+    let words = options.iter().map(|(key, value)| match value {
+        Value::Object(below) => flat(&format!("{prefix}{key}."), below),
+        Value::Bool(true) => format!(",{prefix}{key}=on"),
+        Value::Bool(false) => format!(",{prefix}{key}=off"),
+        Value::String(text) => format!(",{prefix}{key}={}", text.replace(',', ",,")),
+        other => format!(",{prefix}{key}={other}"),
+    });
+    words.collect()
 }
 
 /// Returns the driver that opens an image: QEMU has one for files and one for volumes.

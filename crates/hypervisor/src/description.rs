@@ -20,6 +20,11 @@ pub const DISKS_MAX: usize = 12;
 pub const NICS_MAX: usize = 8;
 /// The maximum number of channels of a guest.
 pub const CHANNELS_MAX: usize = 16;
+/// The same of an exact machine, whose devices have places of their own: each disk that moves is a
+/// region of a migration.
+const PLACED_DISKS_MAX: usize = 48;
+const PLACED_NICS_MAX: usize = 32;
+const PLACED_CHANNELS_MAX: usize = 64;
 /// The maximum number of features added to or removed from a CPU model.
 pub const CPU_FEATURES_MAX: usize = 256;
 /// The maximum length of a kernel command line, in bytes (x86 Linux reads no more).
@@ -129,9 +134,13 @@ pub fn check(description: &GuestDescription) -> Result<(), DescriptionError> {
         resolved_name("kernel.name", &kernel.name)?;
         command_line(&kernel.command_line)?;
     }
-    count("disks", description.disks.len(), DISKS_MAX)?;
-    count("nics", description.nics.len(), NICS_MAX)?;
-    count("channels", description.channels.len(), CHANNELS_MAX)?;
+    let [disks_max, nics_max, channels_max] = match &description.hardware {
+        Some(_) => [PLACED_DISKS_MAX, PLACED_NICS_MAX, PLACED_CHANNELS_MAX],
+        None => [DISKS_MAX, NICS_MAX, CHANNELS_MAX],
+    };
+    count("disks", description.disks.len(), disks_max)?;
+    count("nics", description.nics.len(), nics_max)?;
+    count("channels", description.channels.len(), channels_max)?;
     disks(&description.disks)?;
     nics(&description.nics)?;
     channels(&description.channels)?;

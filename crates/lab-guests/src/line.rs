@@ -73,6 +73,15 @@ pub enum DiskKind {
     /// A qcow2 image with a persistent bitmap `b0`.
     #[serde(rename = "qcow2-bitmap")]
     Qcow2WithBitmap,
+    /// A qcow2 image on a raw one that other guests use too: a linked clone.
+    #[serde(rename = "qcow2-clone")]
+    Clone,
+    /// The last of three qcow2 images: two snapshots, and what was written since.
+    #[serde(rename = "qcow2-chain")]
+    Chain,
+    /// The same on a raw image, where the names of the images are relative.
+    #[serde(rename = "qcow2-relative")]
+    RelativeChain,
     /// An image of VMware's format.
     #[serde(rename = "vmdk")]
     Vmdk,

@@ -41,9 +41,18 @@ const MACHINE: [&str; 6] = [
 /// Fields that change by themselves, or say where the host's end of something is.
 const RESTLESS: [&str; 5] = ["actual-size", "thread-id", "filename", "offset", "qtest"];
 /// Properties of devices that name something of the host, or that a `-drive` can set as well.
-const OF_THE_HOST: [&str; 10] = [
-    "drive", "chardev", "netdev", "iothread", "memdev", "rng", "romfile", "audiodev", "werror",
+const OF_THE_HOST: [&str; 11] = [
+    "drive",
+    "chardev",
+    "netdev",
+    "iothread",
+    "memdev",
+    "rng",
+    "romfile",
+    "audiodev",
+    "werror",
     "rerror",
+    "write-cache",
 ];
 /// Lines of the device tree that the guest's firmware changes: `busnr` is the number of a bus by
 /// its bridge, and `addr 0.1, port 1, ...` a device's address on a USB bus.
@@ -359,6 +368,8 @@ fn medium(drive: &Value, limits: Vec<Value>) -> String {
     for key in ["ro", "encrypted"] {
         shown.insert(key.to_owned(), medium[key].clone());
     }
+    let cache = medium["cache"]["writeback"].clone();
+    shown.insert("write cache".to_owned(), cache);
     shown.insert("limits".to_owned(), limits.into());
     shown.insert("bytes".to_owned(), medium["image"]["virtual-size"].clone());
     let bitmaps = list(&medium["dirty-bitmaps"]).filter(|bitmap| bitmap["persistent"] == true);

@@ -22,6 +22,10 @@ const OVMF_VARS: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 /// Firmware of QEMU's own packages.
 const SEABIOS: &str = "/usr/share/seabios/bios-256k.bin";
 
+/// What a placeholder of an image below that of a disk has after the disk's: `{DISK1_BELOW0}` is the
+/// lowest one.
+const BELOW: &str = "_BELOW";
+
 const MIB: u64 = 1 << 20;
 const FLOPPY_BYTES: u64 = 1_474_560;
 /// A boot sector that halts the processor without interrupts: the guest runs, and its state does
@@ -88,8 +92,10 @@ impl Material {
         let wanted = line.placeholders();
         // A line may name a disk by a relative path instead of its placeholder.
         let disks: BTreeSet<&String> = wanted.iter().chain(line.disks.keys()).collect();
-        for key in disks.into_iter().filter(|key| key.starts_with("DISK")) {
-            let kind = line.disks.get(key).copied().unwrap_or(DiskKind::Raw);
+        // The images below an overlay come with it.
+        let is_disk = |key: &&&String| key.starts_with("DISK") && !key.contains(BELOW);
+        for key in disks.iter().filter(is_disk) {
+            let kind = line.disks.get(*key).copied().unwrap_or(DiskKind::Raw);
             made.disk(stage, key, kind)?;
         }
         for key in &wanted {
@@ -151,6 +157,7 @@ impl Material {
         let name = key.to_lowercase();
         let format = match kind {
             DiskKind::Qcow2 | DiskKind::Qcow2WithBitmap => "qcow2",
+            DiskKind::Clone | DiskKind::Chain | DiskKind::RelativeChain => "qcow2",
             DiskKind::Vmdk => "vmdk",
             _ => "raw",
         };
@@ -160,6 +167,7 @@ impl Material {
             stage.images(DESTINATION)?.join(&file),
         ];
         make_disk(&paths[SOURCE], kind, format)?;
+        self.overlays(stage, key, kind, &paths)?;
         self.value(key, &paths[SOURCE]);
         let mut image = Image {
             name,
@@ -188,6 +196,49 @@ impl Material {
             _ => self.images.push(image),
         }
         Ok(())
+    }
+
+    /// Makes an image the last one of a chain. What it has becomes the content of the first one, and
+    /// each image has something of its own.
+    fn overlays(
+        &mut self,
+        stage: &Stage,
+        key: &str,
+        kind: DiskKind,
+        paths: &[PathBuf; 2],
+    ) -> Result<(), LabError> {
+        let name = key.to_lowercase();
+        let (formats, relative): (&[&'static str], bool) = match kind {
+            DiskKind::Clone => (&["raw"], false),
+            DiskKind::Chain => (&["qcow2", "qcow2"], false),
+            DiskKind::RelativeChain => (&["raw", "qcow2"], true),
+            _ => return Ok(()),
+        };
+        let mut below: Option<(PathBuf, &str)> = None;
+        for (number, format) in formats.iter().copied().enumerate() {
+            let called = format!("{name}-below{number}");
+            let file = format!("{called}.{format}");
+            let own = [
+                stage.images(SOURCE)?.join(&file),
+                stage.images(DESTINATION)?.join(&file),
+            ];
+            match &below {
+                None => convert_from("qcow2", &paths[SOURCE], format, &own[SOURCE])?,
+                Some(below) => overlay(below, &own[SOURCE], relative, number as u64)?,
+            }
+            self.value(&format!("{key}{BELOW}{number}"), &own[SOURCE]);
+            below = Some((own[SOURCE].clone(), format));
+            self.images.push(Image {
+                name: called,
+                paths: own,
+                format,
+                local: true,
+                of_firmware: false,
+            });
+        }
+        let Some(below) = below else { return Ok(()) };
+        fs::remove_file(&paths[SOURCE]).during(|| format!("remove {name}"))?;
+        overlay(&below, &paths[SOURCE], relative, formats.len() as u64)
     }
 
     fn other(&mut self, stage: &Stage, line: &Line, key: &str, run: &Path) -> Result<(), LabError> {
@@ -483,10 +534,39 @@ fn make_disk(path: &Path, kind: DiskKind, format: &str) -> Result<(), LabError> 
         .during(|| format!("open {} to others", path.display()))
 }
 
-fn convert(from: &Path, format: &str, to: &Path) -> Result<(), LabError> {
+/// Makes an overlay of an image, and writes something to it.
+fn overlay(
+    (below, format): &(PathBuf, &str),
+    to: &Path,
+    relative: bool,
+    number: u64,
+) -> Result<(), LabError> {
+    let named = match (relative, below.file_name()) {
+        (true, Some(name)) => Path::new(name),
+        _ => below,
+    };
     let mut command = Command::new("qemu-img");
     command
-        .args(["convert", "-f", "raw", "-O", format])
+        .args(["create", "-q", "-f", "qcow2", "-F", format, "-b"])
+        .arg(named)
+        .arg(to);
+    process::run(&mut command)?;
+    let write = format!("write -P {} {}M 1M", 0x40 + number, 20 + 2 * number);
+    let mut command = Command::new("qemu-io");
+    command.args(["-f", "qcow2", "-c", &write]).arg(to);
+    process::run(&mut command)?;
+    fs::set_permissions(to, Permissions::from_mode(0o666))
+        .during(|| format!("open {} to others", to.display()))
+}
+
+fn convert(from: &Path, format: &str, to: &Path) -> Result<(), LabError> {
+    convert_from("raw", from, format, to)
+}
+
+fn convert_from(own: &str, from: &Path, format: &str, to: &Path) -> Result<(), LabError> {
+    let mut command = Command::new("qemu-img");
+    command
+        .args(["convert", "-f", own, "-O", format])
         .arg(from)
         .arg(to);
     process::run(&mut command)?;

@@ -23,6 +23,8 @@ pub(crate) struct Place {
     pub(crate) path: PathBuf,
     /// The format of an image. None for other files.
     pub(crate) format: Option<String>,
+    /// Whether its backing file is an image of the description, and counts by itself.
+    pub(crate) is_overlay: bool,
 }
 
 /// Returns all files that a guest's description names and that do not move, with their paths here.
@@ -55,17 +57,22 @@ pub(crate) fn of_guest(
             },
             path,
             format: None,
+            is_overlay: false,
         });
         let image = image().filter(|_| staying.kind == FileKind::Image);
         let format = image.map(|image| match image.format {
             ImageFormat::Raw => "raw".to_owned(),
             ImageFormat::Qcow2 => "qcow2".to_owned(),
         });
+        let disk = guest.disk_of(&staying.name);
+        let disk = disk.filter(|_| staying.kind == FileKind::Image);
+        let is_overlay = disk.is_some_and(|disk| guest.backing(&disk.name).is_some());
         places.push(match path.cloned() {
             Some(path) => Ok(Place {
                 staying,
                 path,
                 format,
+                is_overlay,
             }),
             None => Err(staying),
         });
@@ -74,8 +81,11 @@ pub(crate) fn of_guest(
     places
 }
 
-/// Returns the backing file that an image's header names. QEMU opens that file too.
+/// Returns the backing file that an image's header names, and that QEMU opens by that name.
 pub(crate) fn stands_on(place: &Place) -> Result<Option<Place>, String> {
+    if place.is_overlay {
+        return Ok(None);
+    }
     let number = match (place.staying.kind, place.format.as_deref()) {
         (FileKind::Image, Some("qcow2")) => 1,
         (FileKind::Backing(number), format) if format != Some("raw") => number.saturating_add(1),
@@ -112,6 +122,7 @@ pub(crate) fn stands_on(place: &Place) -> Result<Option<Place>, String> {
         },
         path: folder.join(name),
         format: backing.format,
+        is_overlay: false,
     }))
 }
 

@@ -8,6 +8,10 @@ use crate::hardware::Hardware;
 use crate::port::Port;
 use serde::{Deserialize, Serialize};
 
+/// The beginning of the settings that say what a disk is an overlay of: `backing.vda` is the name of
+/// a read-only disk that no device has.
+pub const BACKING: &str = "backing.";
+
 /// A guest as its administrator describes it, in TOML, and as a peer receives it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -99,6 +103,28 @@ impl GuestDescription {
     pub fn variables(&self) -> Option<&String> {
         let flash = self.hardware.as_ref()?.flash.as_ref()?;
         flash.variables.as_ref()
+    }
+
+    /// The disk that another disk is an overlay of, if it is one.
+    pub fn backing(&self, disk: &str) -> Option<&Disk> {
+        let below = self
+            .hardware
+            .as_ref()?
+            .settings
+            .get(&format!("{BACKING}{disk}"))?;
+        self.disks.iter().find(|disk| disk.name == *below)
+    }
+
+    /// Whether a disk is only there as the backing file of others: no device has it.
+    pub fn is_backing(&self, disk: &str) -> bool {
+        let settings = self.hardware.iter().flat_map(|hardware| &hardware.settings);
+        let mut backing = settings.filter(|(name, _)| name.starts_with(BACKING));
+        backing.any(|(_, below)| below == disk)
+    }
+
+    /// The disk that has an image.
+    pub fn disk_of(&self, image: &str) -> Option<&Disk> {
+        self.disks.iter().find(|disk| disk.image == image)
     }
 
     /// Every image that the guest uses, by name: those of its disks, and that of UEFI's variables.

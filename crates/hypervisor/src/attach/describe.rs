@@ -7,14 +7,17 @@ use super::words::Words;
 use super::{cards, drives, more_options, properties};
 use crate::description::{self, Chipset, is_name};
 use crate::hardware::families::FSDEV;
+use crate::hardware::more::{CDROM, DRIVE};
 use crate::hardware::tables::{Bus, Model, Serves, VGAS};
-use crate::observe::{Blocker, pci_place};
+use crate::observe::{Blocker, DETACH, pci_place};
 use crate::tested;
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
 use longhaul_protocol::hardware::{Flash, Hardware, PlacedDevice};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
+/// The firmware's flash in QEMU's object tree: its code, and its variables.
+const FLASH: [&str; 2] = ["/machine/system.flash0", "/machine/system.flash1"];
 const RESTART: &str = "shut the guest down and start it at the destination";
 
 /// Returns the description, and everything that prevents launching the guest from it.
@@ -34,6 +37,7 @@ pub(super) fn describe(
         settings: BTreeMap::new(),
     };
     describing.refusals.extend(found.blockers.iter().cloned());
+    describing.is_pc();
     let mut devices = describing.devices(&line);
     describing.plugged(&mut devices);
     let hardware = describing.hardware(&line, devices);
@@ -66,11 +70,11 @@ pub(super) struct Describing<'a> {
     pub(super) found: &'a Found,
     pub(super) names: &'a Names<'a>,
     refusals: Vec<Blocker>,
-    disks: Vec<Disk>,
+    pub(super) disks: Vec<Disk>,
     nics: Vec<Nic>,
     channels: Vec<Channel>,
     /// Settings that come from devices.
-    settings: BTreeMap<String, String>,
+    pub(super) settings: BTreeMap<String, String>,
 }
 
 impl Describing<'_> {
@@ -81,8 +85,22 @@ impl Describing<'_> {
         });
     }
 
-    fn accept<T>(&mut self, result: Result<T, Blocker>) -> Option<T> {
+    pub(super) fn accept<T>(&mut self, result: Result<T, Blocker>) -> Option<T> {
         result.map_err(|blocker| self.refusals.push(blocker)).ok()
+    }
+
+    /// Refuses machines that no description has.
+    fn is_pc(&mut self) {
+        let machine = &self.found.machine.machine_type;
+        if Chipset::of(machine).is_none() {
+            self.refuse(
+                format!(
+                    "machine {} cannot be made again: only q35 and pc can",
+                    shown(machine)
+                ),
+                "start the guest with -machine q35",
+            );
+        }
     }
 
     /// Returns every device, with the place that QEMU gave it.
@@ -204,6 +222,9 @@ impl Describing<'_> {
         let image = self.names.image(&format!("disk {called}"), &inserted);
         let image = self.accept(image)?;
         let is_local = self.names.is_local(&image);
+        if inserted.is_part {
+            self.part(&format!("disk {called}"));
+        }
         // A local image is kept open.
         if !is_local && !inserted.read_only && !self.names.opens_again(&inserted.file) {
             self.refuse(
@@ -216,7 +237,13 @@ impl Describing<'_> {
             );
         }
         let name = drives::name(device.id.as_deref(), model, seen.bus(), &self.disks);
+        if is_local {
+            self.backing_files(&called, &name, &inserted.backing);
+        }
         device.serves = Some(name.clone());
+        if seen.kind == "usb-storage" {
+            self.usb_storage(&name, drive, seen);
+        }
         let limits = limits.into_iter();
         let limits = limits.map(|(key, value)| (format!("limit.{name}.{key}"), value));
         self.settings.extend(limits);
@@ -227,6 +254,19 @@ impl Describing<'_> {
             read_only: inserted.read_only,
         });
         Some(())
+    }
+
+    /// Adds what USB storage shows the guest of its `-drive`.
+    fn usb_storage(&mut self, disk: &str, words: Option<&Words>, seen: &Seen) {
+        let id = self.medium(seen).map(|medium| medium.drive.clone());
+        let Some(id) = id.filter(|id| !id.is_empty()) else {
+            return;
+        };
+        self.settings.insert(format!("{DRIVE}{disk}"), id);
+        if words.is_some_and(|words| words.get("media") == Some("cdrom")) {
+            self.settings
+                .insert(format!("{CDROM}{disk}"), "on".to_owned());
+        }
     }
 
     /// Returns the drive of a device, as QEMU lists it: by the device's id or path, or by that of a
@@ -320,7 +360,7 @@ impl Describing<'_> {
             devices,
         };
         hardware.flash = self.flash();
-        self.onboard();
+        self.floppies(&mut hardware.settings);
         hardware
     }
 
@@ -341,29 +381,9 @@ impl Describing<'_> {
         }
     }
 
-    /// Refuses devices that come with the machine and cannot be requested again.
-    fn onboard(&mut self) {
-        let found = self.found;
-        let floppies = found
-            .media
-            .iter()
-            .filter(|medium| medium.drive.starts_with("floppy"));
-        for medium in floppies {
-            if let Some(inserted) = &medium.inserted {
-                self.refuse(
-                    format!(
-                        "the floppy drive holds {}, a file of this host",
-                        shown(&inserted.file)
-                    ),
-                    &format!("eject it: `eject {}` in QEMU's monitor", medium.drive),
-                );
-            }
-        }
-    }
-
     fn flash(&mut self) -> Option<Flash> {
-        let code = self.flash_image("/machine/system.flash0");
-        let variables = self.flash_image("/machine/system.flash1");
+        let code = self.flash_image(FLASH[0]);
+        let variables = self.flash_image(FLASH[1]);
         let code = match (code, &variables) {
             (None, None) => return None,
             (None, Some(_)) => {
@@ -382,6 +402,12 @@ impl Describing<'_> {
                  variables in a file of their own",
             );
         }
+        for (path, flash) in [(FLASH[0], Some(&code)), (FLASH[1], variables.as_ref())] {
+            self.flash_is_plain(path, flash);
+        }
+        if code.is_part {
+            self.part("the firmware's code");
+        }
         let code = self.names.firmware(&code.file);
         let code = self.accept(code)?;
         let variables = match variables {
@@ -390,10 +416,42 @@ impl Describing<'_> {
                 let image = self
                     .names
                     .image("the disk of the firmware's variables", &inserted);
-                Some(self.accept(image)?)
+                let image = self.accept(image)?;
+                // One that moves along becomes as long as the flash.
+                if inserted.is_part && !self.names.is_local(&image) {
+                    self.part("the disk of the firmware's variables");
+                }
+                Some(image)
             }
         };
         Some(Flash { code, variables })
+    }
+
+    /// Refuses an image of which only a part is used.
+    pub(super) fn part(&mut self, what: &str) {
+        self.refuse(
+            format!("{what}: only a part of its file is used (`offset`, `size`)"),
+            "start the guest with an image of exactly that size",
+        );
+    }
+
+    /// Refuses what a flash has and would not have elsewhere.
+    fn flash_is_plain(&mut self, path: &str, flash: Option<&Inserted>) {
+        let Some(flash) = flash else { return };
+        let shown = shown(&flash.file);
+        let limits = &self.found.limits;
+        if limits.has_own(path) || limits.any_of(&flash.throttled_by) {
+            self.refuse(
+                format!("the firmware's flash {shown} has limits, which cannot be set elsewhere"),
+                "start the guest without them",
+            );
+        }
+        if !flash.backing.is_empty() {
+            self.refuse(
+                format!("the firmware's flash {shown} is an overlay of another image"),
+                "start the guest with one plain image: qemu-img convert -O qcow2 OLD NEW",
+            );
+        }
     }
 
     fn firmware(&mut self, line: &CommandLine) -> Option<String> {
@@ -470,7 +528,7 @@ const UNPLUG: &str = "unplug it before moving, and plug it in again afterwards";
 
 /// Models that cannot be made elsewhere, by the beginning of their names: the reason, and what to
 /// do.
-pub(super) const KEPT_HERE: [(&str, &str, &str); 9] = [
+pub(super) const KEPT_HERE: [(&str, &str, &str); 15] = [
     (
         "tpm-",
         "the state of a TPM is kept outside QEMU, on this host",
@@ -488,8 +546,19 @@ pub(super) const KEPT_HERE: [(&str, &str, &str); 9] = [
         STAYS,
         "start the guest with intel-iommu, or without one",
     ),
+    (
+        "isa-cirrus-vga",
+        "QEMU ends when it loads its state",
+        "use cirrus-vga",
+    ),
+    ("isa-vga", "QEMU ends when it loads its state", "use VGA"),
+    ("virtio-crypto", STAYS, DETACH),
+    ("virtio-vga-gl", GRAPHICS, "use virtio-vga"),
+    ("virtio-gpu-gl", GRAPHICS, "use virtio-gpu-pci"),
+    ("virtio-vga-rutabaga", GRAPHICS, "use virtio-vga"),
 ];
 
+const GRAPHICS: &str = "what the guest draws is in this host's graphics card";
 const STAYS: &str = "QEMU cannot move its state";
 
 /// Returns why a device of a model outside the tables cannot be moved, and what to do.

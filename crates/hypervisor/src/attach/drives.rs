@@ -13,7 +13,7 @@ const NAME_BYTES_MAX: usize = 16;
 const WITHOUT: &str = "start the guest without it";
 
 /// Settings of nodes that concern this host only, or that QEMU reports.
-const NODE: [&str; 29] = [
+const NODE: [&str; 30] = [
     "aio",
     "aio-max-batch",
     "auto-read-only",
@@ -38,6 +38,8 @@ const NODE: [&str; 29] = [
     "pass-discard-snapshot",
     "read-only",
     "refcount-cache-size",
+    // Whether that is all of the file is asked.
+    "size",
     "throttle-group",
     // Parts of these are further settings.
     "backing",
@@ -46,7 +48,14 @@ const NODE: [&str; 29] = [
     "overlap-check.template",
 ];
 /// Drivers of nodes that QEMU's block graph is asked about.
-const DRIVERS: [&str; 5] = ["file", "host_device", "qcow2", "raw", "throttle"];
+const DRIVERS: [&str; 6] = [
+    "copy-on-read",
+    "file",
+    "host_device",
+    "qcow2",
+    "raw",
+    "throttle",
+];
 
 /// Returns the reasons why the node of a `-blockdev` cannot be made elsewhere.
 pub(super) fn node(words: &Words) -> Vec<Blocker> {
@@ -90,14 +99,10 @@ pub(super) fn drive(words: &Words) -> Vec<Blocker> {
     for (key, value) in words.iter() {
         let last = key.rsplit('.').next().unwrap_or(key);
         match key {
-            "snapshot" | "copy-on-read" if value == "off" => {}
+            "snapshot" if value == "off" => {}
             "snapshot" => refusals.push(refuse(
                 "option -drive snapshot=on: what the guest writes is in a hidden file of this host"
                     .to_owned(),
-                WITHOUT,
-            )),
-            "copy-on-read" => refusals.push(refuse(
-                "option -drive copy-on-read=on cannot be made again".to_owned(),
                 WITHOUT,
             )),
             key if LOCAL.contains(&key) || NODE.contains(&last) || is_limit(key) => {}
@@ -146,13 +151,14 @@ pub(super) fn name(id: Option<&str>, model: &Model, bus: Option<&str>, disks: &[
     }
     // The first buses of the board are called so.
     let letters = match (model.serves, model.bus) {
+        (Serves::Medium, Bus::Other) => "fd",
         (Serves::Medium, _) => "cd",
         (_, Bus::Pci) => "vd",
         (_, Bus::Ide) if matches!(bus, Some("ide.0" | "ide.1")) => "hd",
         _ => "sd",
     };
     let nth = |number: usize| match (letters, u8::try_from(number)) {
-        ("cd", _) => format!("cd{number}"),
+        ("cd" | "fd", _) => format!("{letters}{number}"),
         (_, Ok(letter)) if letter < 26 => format!("{letters}{}", char::from(b'a' + letter)),
         _ => format!("{letters}{number}"),
     };
@@ -221,11 +227,11 @@ mod tests {
 
     #[test]
     fn settings_of_drives_are_known_or_named() {
-        let fine = "file=a,if=ide,index=0,media=disk,cache.direct=on,file.locking=off,snapshot=off";
+        let fine = "file=a,if=ide,index=0,media=disk,cache.direct=on,file.locking=off,snapshot=off,\
+                    copy-on-read=on";
         assert_eq!(drive(&words(fine)), []);
         for (text, expected) in [
             ("file=a,snapshot=on", "option -drive snapshot=on"),
-            ("file=a,copy-on-read=on", "option -drive copy-on-read=on"),
             ("file=a,frobnicate=1", "-drive setting frobnicate"),
             ("file=a,offset=512", "-drive setting offset"),
         ] {

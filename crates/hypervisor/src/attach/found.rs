@@ -101,6 +101,10 @@ pub(super) struct Inserted {
     pub(super) encrypted: bool,
     /// The nodes that may limit the guest's requests, each by its group, if QEMU says which.
     pub(super) throttled_by: Vec<Option<String>>,
+    /// Whether only a part of its file is the disk.
+    pub(super) is_part: bool,
+    /// The images that it is an overlay of, from the top down.
+    pub(super) backing: Vec<Inserted>,
 }
 
 /// Queries everything without changing anything.
@@ -287,7 +291,11 @@ async fn defaults(qmp: &Qmp, kind: &str) -> Result<BTreeMap<String, Value>, QmpE
 
 /// Returns the arrangement of the vCPUs, how many are absent, and their model.
 async fn cpus(qmp: &Qmp) -> Result<(Topology, usize, String), QmpError> {
-    let answer = qmp.query("query-hotpluggable-cpus").await?;
+    let answer = match qmp.query("query-hotpluggable-cpus").await {
+        // A machine without slots is refused by its type.
+        Err(QmpError::Refused { .. }) => Value::Null,
+        answer => answer?,
+    };
     let slots = answer.as_array().map(Vec::as_slice).unwrap_or_default();
     let count = |name: &str| {
         let ids: BTreeSet<u64> = slots
@@ -323,6 +331,11 @@ struct Nodes {
     about: BTreeMap<String, (String, String)>,
     /// The node below each, by its name.
     below: BTreeMap<String, String>,
+    /// The node of the backing file of each, by its name.
+    backing: BTreeMap<String, String>,
+    encrypted: BTreeSet<String>,
+    /// The size of each, by its name.
+    sizes: BTreeMap<String, u64>,
 }
 
 impl Nodes {
@@ -334,6 +347,14 @@ impl Nodes {
             (text(&node["node-name"]), about)
         });
         let about: BTreeMap<_, _> = about.collect();
+        let all = nodes.as_array().into_iter().flatten();
+        let sizes = all.clone().filter_map(|node| {
+            let size = node["image"]["virtual-size"].as_u64()?;
+            Some((text(&node["node-name"]), size))
+        });
+        let sizes = sizes.collect();
+        let encrypted = all.filter(|node| node["encrypted"] == true);
+        let encrypted = encrypted.map(|node| text(&node["node-name"])).collect();
         let names: BTreeMap<u64, String> = graph["nodes"]
             .as_array()
             .into_iter()
@@ -341,40 +362,73 @@ impl Nodes {
             .filter_map(|node| Some((node["id"].as_u64()?, text(&node["name"]))))
             .collect();
         let edges = graph["edges"].as_array().into_iter().flatten();
-        let below = edges.filter_map(|edge| {
+        let (mut below, mut backing) = (BTreeMap::new(), BTreeMap::new());
+        for edge in edges {
             let name = |id: &Value| names.get(&id.as_u64()?).cloned();
-            let parent = name(&edge["parent"])?;
-            let way = match about.get(&parent) {
-                // Some of these filters have their node there.
-                Some((driver, _)) if disk::is_of_job(driver) => &["file", "backing"][..],
-                _ => &["file"],
+            let (Some(parent), Some(child)) = (name(&edge["parent"]), name(&edge["child"])) else {
+                continue;
             };
-            let is_way = way.iter().any(|name| edge["name"] == *name);
-            is_way.then_some((parent, name(&edge["child"])?))
-        });
+            let driver = about.get(&parent).map(|(driver, _)| driver.as_str());
+            // Some of these filters have their node there.
+            let is_of_job = driver.is_some_and(disk::is_of_job);
+            match edge["name"].as_str() {
+                Some("file") => below.insert(parent, child),
+                Some("backing") if is_of_job => below.insert(parent, child),
+                Some("backing") => backing.insert(parent, child),
+                _ => None,
+            };
+        }
         Self {
-            below: below.collect(),
+            below,
+            backing,
+            encrypted,
+            sizes,
             about,
         }
     }
 
-    /// Returns what is below a device, by its uppermost node.
+    /// Returns what is below a device, by its uppermost node, with its backing files.
     fn inserted(&self, top: &str) -> Option<Inserted> {
+        let (mut inserted, mut below) = self.image(top)?;
+        for _ in 0..NODES_MAX {
+            let Some(node) = below else { break };
+            let (image, next) = self.image(&node)?;
+            inserted.backing.push(Inserted {
+                read_only: true,
+                ..image
+            });
+            below = next;
+        }
+        Some(inserted)
+    }
+
+    /// Returns an image by its uppermost node, and the node of its backing file.
+    fn image(&self, top: &str) -> Option<(Inserted, Option<String>)> {
         let mut inserted = Inserted::default();
+        let mut backing = None;
         let mut name = top;
         for _ in 0..NODES_MAX {
             let (driver, file) = self.about.get(name)?;
             match driver.as_str() {
                 "throttle" => inserted.throttled_by.push(limits::group(file)),
+                "copy-on-read" => {}
                 job if disk::is_of_job(job) => {}
-                driver if inserted.format.is_empty() => driver.clone_into(&mut inserted.format),
+                driver if inserted.format.is_empty() => {
+                    driver.clone_into(&mut inserted.format);
+                    backing = self.backing.get(name).cloned();
+                }
                 _ => {}
             }
+            inserted.encrypted |= self.encrypted.contains(name);
             driver.clone_into(&mut inserted.protocol);
             file.clone_into(&mut inserted.file);
             match self.below.get(name) {
-                Some(below) => name = below,
-                None => return Some(inserted),
+                Some(below) => {
+                    let size = |name: &str| Some(self.sizes.get(name)?.next_multiple_of(512));
+                    inserted.is_part |= driver == "raw" && size(name) != size(below);
+                    name = below;
+                }
+                None => return Some((inserted, backing)),
             }
         }
         None

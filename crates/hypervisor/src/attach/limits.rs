@@ -95,6 +95,20 @@ impl Limits {
         found
     }
 
+    /// Returns whether nodes in these groups limit anything, as far as is known.
+    pub(super) fn any_of(&self, throttled_by: &[Option<String>]) -> bool {
+        let limited = |group: &Option<String>| {
+            let limits = group.as_ref().and_then(|group| self.groups.get(group));
+            limits.is_none_or(|limits| !limits.is_empty())
+        };
+        self.groups.values().any(|limits| !limits.is_empty()) && throttled_by.iter().any(limited)
+    }
+
+    /// Returns whether a device that is no disk of the guest has limits, by its path.
+    pub(super) fn has_own(&self, path: &str) -> bool {
+        self.drives.contains_key(path)
+    }
+
     /// Returns the limits of a disk: of its device, or of the group of a node below it.
     pub(super) fn of(
         &self,

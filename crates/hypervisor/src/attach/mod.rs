@@ -9,11 +9,13 @@
 //! The destination launches the resulting description. A part that it cannot express is refused by
 //! name before anything is changed, and checked again before each move.
 
+mod backing;
 mod cards;
 mod contents;
 mod describe;
 pub mod discover;
 mod drives;
+mod floppies;
 mod found;
 mod limits;
 mod memory;

@@ -1,4 +1,4 @@
-//! Finds the base image of a disk, as its running QEMU has it.
+//! Finds the backing files of a disk, as its running QEMU has them.
 
 use super::graph::{Graph, Known};
 use crate::open_files::open_files;
@@ -9,7 +9,10 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// The base image of a disk in a QEMU.
+/// The maximum number of backing files that are looked for.
+const BACKING_MAX: usize = 17;
+
+/// A backing file of a disk in a QEMU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Backing {
     /// Its format, or other driver, in QEMU's words.
@@ -18,33 +21,41 @@ pub struct Backing {
     pub file: Option<String>,
 }
 
-/// Returns the base image of a device's disk, by the device's path in QEMU's object tree; `None`
-/// where there is none.
-pub async fn backing(qmp: &Qmp, device: &str) -> Result<Option<Backing>, QmpError> {
-    let graph = Graph::ask(qmp).await?;
-    let known = Known::ask(qmp).await?;
-    let top = graph.root(device);
-    let format = top.map(|top| known.below_filters(&graph, top));
-    let Some(node) = format.and_then(|format| graph.child(format, "backing")) else {
-        return Ok(None);
+/// Returns the backing files of a device's disk, from the top down, by the device's path in QEMU's
+/// object tree.
+pub async fn backing(qmp: &Qmp, device: &str) -> Result<Vec<Backing>, QmpError> {
+    let (graph, known) = tokio::try_join!(Graph::ask(qmp), Known::ask(qmp))?;
+    let Some(top) = graph.root(device) else {
+        return Ok(Vec::new());
     };
-    let driver = known.driver(node).unwrap_or_default();
-    let below = graph.child(node, "file").unwrap_or(node);
-    let is_file = known.driver(below).is_some_and(|driver| driver == "file");
-    // Where only a part of the file is used, QEMU gives the node above another name.
-    let all_of_it = known.file(node) == known.file(below);
-    let file = known.file(below).filter(|_| is_file && all_of_it);
-    Ok(Some(Backing { driver, file }))
+    let below = |node: &str| {
+        let format = known.below_filters(&graph, node);
+        graph.child(format, "backing").cloned()
+    };
+    let nodes = std::iter::successors(below(top), |node| below(node)).take(BACKING_MAX);
+    let backing = nodes.map(|node| {
+        let node = known.below_filters(&graph, &node);
+        let driver = known.driver(node).unwrap_or_default();
+        let below = graph.child(node, "file").map_or(node, String::as_str);
+        let is_file = known.driver(below).is_some_and(|driver| driver == "file");
+        // Where only a part of the file is used, QEMU gives the node above another name.
+        let all_of_it = known.file(node) == known.file(below) || driver == "qcow2";
+        let file = known.file(below).filter(|_| is_file && all_of_it);
+        Backing { driver, file }
+    });
+    Ok(backing.collect())
 }
 
 impl Backing {
     /// Returns whether it is this file of ours, byte for byte, which the process has open.
     pub fn is(&self, ours: &Path, pid: i32) -> io::Result<bool> {
-        let Some(path) = self
-            .file
-            .as_deref()
-            .filter(|_| self.driver == "raw" || self.driver == "file")
-        else {
+        let is_raw = self.driver == "raw" || self.driver == "file";
+        Ok(is_raw && self.is_in(ours, pid)?)
+    }
+
+    /// Returns whether it is in this file of ours, which the process has open.
+    pub fn is_in(&self, ours: &Path, pid: i32) -> io::Result<bool> {
+        let Some(path) = self.file.as_deref() else {
             return Ok(false);
         };
         let ours = fs::metadata(ours)?;

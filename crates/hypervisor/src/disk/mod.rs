@@ -37,6 +37,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use threads::has_thread;
 
+/// The folder of this host's base images, below that of the agent's state.
+pub const BASES: &str = "bases";
 /// The time limit for QEMU to drain the disk's requests and exchange the node.
 const REOPEN_TIMEOUT: Duration = Duration::from_secs(60);
 /// The interval between two polls for the end of a job.

@@ -1,15 +1,15 @@
 //! Builds the part of QEMU's command line that an exact machine description determines.
 
-use super::more::is_cpu;
+use super::more::{CDROM, DRIVE, FLOPPIES, is_cpu};
 use super::tables::{Bus, Model, Serves};
-use super::{families, nic, wiring};
+use super::{BACKING_MAX, families, nic, wiring};
 use crate::balloon::FREE_PAGE_HINT;
 use crate::command_line::{
-    Line, ResolveError, Surroundings, Used, backend, disk_nodes, nodes, server,
+    Line, ResolveError, Surroundings, Used, backend, disk_nodes, drive_options, nodes, server,
 };
 use crate::command_line::{image_called, look_up};
 use crate::config::{Image, ImageFormat};
-use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::guest::{Disk, GuestDescription};
 use longhaul_protocol::hardware::{Hardware, PlacedDevice};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -141,9 +141,8 @@ pub(crate) fn arguments(line: &mut Line, around: &Around<'_>) -> Result<(), Reso
     if hardware.cd_drive {
         line.option("-drive", "if=ide,index=2,media=cdrom");
     }
-    if hardware.floppy_drive {
-        line.option("-drive", "if=floppy,index=0");
-    }
+    backing_files(line, around)?;
+    floppies(line, around)?;
     for (number, placed) in hardware.devices.iter().enumerate() {
         device(line, around, number, placed)?;
     }
@@ -227,6 +226,69 @@ fn flash(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveError> {
     Ok(())
 }
 
+/// Emits the board's floppy drives. Only a `-drive` puts a medium into one of them.
+fn floppies(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveError> {
+    let (description, hardware) = (around.description, around.hardware);
+    for (index, name) in FLOPPIES.iter().enumerate() {
+        let medium = hardware.settings.get(*name).map(String::as_str);
+        let drive = format!("if=floppy,index={index}");
+        let disk = description.disks.iter();
+        let disk = disk.clone().find(|disk| Some(disk.name.as_str()) == medium);
+        match (disk, medium) {
+            (Some(disk), _) => {
+                let backing = description.backing(&disk.name);
+                let nodes = drive_options(disk, backing, around.host)?;
+                line.option("-drive", format!("{drive}{nodes}"));
+            }
+            (None, Some(_)) => line.option("-drive", drive),
+            (None, None) if index == 0 && hardware.floppy_drive => line.option("-drive", drive),
+            (None, None) => {}
+        }
+    }
+    Ok(())
+}
+
+/// Emits the nodes of the backing files of disks, from the bottom up. Several disks may be overlays
+/// of one.
+fn backing_files(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveError> {
+    let description = around.description;
+    let disks = description.disks.iter();
+    let level = |disk: &&Disk| {
+        let below = |disk: &&Disk| description.backing(&disk.name);
+        std::iter::successors(Some(*disk), below)
+            .take(BACKING_MAX + 1)
+            .count()
+    };
+    let mut files: Vec<&Disk> = disks
+        .filter(|disk| description.is_backing(&disk.name))
+        .collect();
+    files.sort_by_key(level);
+    for disk in files {
+        disk_nodes(line, disk, description.backing(&disk.name), around.host)?;
+    }
+    Ok(())
+}
+
+/// Emits what is below the device of a disk, and returns its name. USB storage shows the guest what
+/// only a `-drive` has.
+fn drive(line: &mut Line, around: &Around<'_>, disk: &Disk) -> Result<String, ResolveError> {
+    let backing = around.description.backing(&disk.name);
+    let setting = |prefix: &str| {
+        let settings = &around.hardware.settings;
+        settings.get(&format!("{prefix}{}", disk.name))
+    };
+    let Some(id) = setting(DRIVE) else {
+        return disk_nodes(line, disk, backing, around.host);
+    };
+    let media = match setting(CDROM).is_some_and(|value| value == "on") {
+        true => ",media=cdrom",
+        false => "",
+    };
+    let nodes = drive_options(disk, backing, around.host)?;
+    line.option("-drive", format!("if=none,id={id}{media}{nodes}"));
+    Ok(id.clone())
+}
+
 fn device(
     line: &mut Line,
     around: &Around<'_>,
@@ -260,7 +322,7 @@ fn device(
         Serves::Disk | Serves::Medium => {
             let disk = description.disks.iter().find(|disk| disk.name == served);
             if let Some(disk) = disk {
-                add("drive", &disk_nodes(line, disk, host)?);
+                add("drive", &drive(line, around, disk)?);
             }
         }
         Serves::Nic => {

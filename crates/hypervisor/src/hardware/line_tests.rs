@@ -92,3 +92,52 @@ fn limits_name_all_that_qemu_asks_for() {
         r#"{"bps":0,"bps_rd":5,"bps_wr":0,"iops":0,"iops_rd":0,"iops_wr":0}"#
     );
 }
+
+fn overlays(settings: &[(&str, &str)], disks: &[(&str, bool)]) -> Result<(), String> {
+    let mut guest = crate::description::tests::sample();
+    (guest.vcpus, guest.nics, guest.channels) = (4, Vec::new(), Vec::new());
+    let disk = |(name, read_only): &(&str, bool)| Disk {
+        name: (*name).to_owned(),
+        image: format!("image-{name}"),
+        shared: false,
+        read_only: *read_only,
+    };
+    guest.disks = disks.iter().map(disk).collect();
+    let mut hardware = hardware(settings, &["virtio-blk-pci"]);
+    hardware.devices[0].serves = Some("vda".to_owned());
+    guest.hardware = Some(hardware);
+    crate::description::check(&guest).map_err(|error| error.to_string())
+}
+
+#[test]
+fn a_backing_file_is_a_read_only_disk_that_no_device_has() {
+    let (vda, below) = (("vda", false), ("backing0", true));
+    let on = ("backing.vda", "backing0");
+    assert_eq!(overlays(&[on], &[vda, below]), Ok(()));
+    let chain = [on, ("backing.backing0", "backing1")];
+    assert_eq!(overlays(&chain, &[vda, below, ("backing1", true)]), Ok(()));
+    let floppy = [("floppy.0", "fd0"), ("backing.fd0", "backing0")];
+    assert_eq!(overlays(&floppy, &[vda, ("fd0", false), below]), Ok(()));
+    let ring = [on, ("backing.backing0", "backing0")];
+    for (settings, disks, expected) in [
+        (&[][..], &[vda, below][..], "leaves a disk"),
+        (&[on], &[vda], "that is no disk"),
+        (&[on], &[vda, ("backing0", false)], "that is written"),
+        (
+            &[("backing.vda", "vda")],
+            &[("vda", true)],
+            "or is a disk too",
+        ),
+        (
+            &[("backing.vdb", "backing0")],
+            &[vda, below],
+            "that is no disk",
+        ),
+        (&ring, &[vda, below], "more than 16"),
+        (&[("floppy.1", "vda")], &[vda], "is there twice"),
+        (&[("floppy.0", "fd0")], &[vda], "floppy that is no disk"),
+    ] {
+        let refused = overlays(settings, disks).unwrap_err();
+        assert!(refused.contains(expected), "{refused}");
+    }
+}

@@ -9,8 +9,9 @@ pub(crate) mod wiring;
 
 use crate::description::{DescriptionError, is_name};
 pub(crate) use line::{Around, arguments, limits, machine_options, memory_options, topology};
-use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::guest::{BACKING, GuestDescription};
 use longhaul_protocol::hardware::{Hardware, PlacedDevice};
+use more::{FLOPPIES, NO_FLOPPY};
 use std::collections::BTreeSet;
 use tables::{Bus, Model, Serves, VGAS, is_word, setting};
 use wiring::Wiring;
@@ -25,6 +26,8 @@ const TOPOLOGY_MAX: u32 = 255;
 const SLOTS_MAX: u64 = 4096;
 /// The maximum number of settings of a machine.
 const SETTINGS_MAX: usize = 4096;
+/// The maximum number of backing files below a disk.
+pub(crate) const BACKING_MAX: usize = 16;
 /// The maximum size of a huge page, in MiB.
 const HUGE_PAGE_MIB_MAX: u32 = 1024;
 
@@ -137,9 +140,70 @@ fn devices(description: &GuestDescription, hardware: &Hardware) -> Result<(), De
             );
         }
     }
+    floppies(description, hardware, &mut served)?;
+    backing_files(description, hardware, &mut served)?;
     let there = description.disks.len() + description.nics.len() + description.channels.len();
     if served.len() != there {
         return refuse("devices.serves", "leaves a disk, card or channel out");
+    }
+    Ok(())
+}
+
+/// Checks the media of the board's floppy drives.
+fn floppies(
+    description: &GuestDescription,
+    hardware: &Hardware,
+    served: &mut BTreeSet<(u8, usize)>,
+) -> Result<(), DescriptionError> {
+    let media = FLOPPIES
+        .iter()
+        .filter_map(|name| hardware.settings.get(*name));
+    for medium in media.filter(|medium| *medium != NO_FLOPPY) {
+        let place = description
+            .disks
+            .iter()
+            .position(|disk| disk.name == *medium);
+        if !place.is_some_and(|place| served.insert((0, place))) {
+            return refuse(
+                "settings",
+                "has a floppy that is no disk, or is there twice",
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Checks the backing files of disks: each is a read-only disk that no device has.
+fn backing_files(
+    description: &GuestDescription,
+    hardware: &Hardware,
+    served: &mut BTreeSet<(u8, usize)>,
+) -> Result<(), DescriptionError> {
+    let place = |name: &str| description.disks.iter().position(|disk| disk.name == name);
+    let by_devices = served.clone();
+    let settings = hardware.settings.iter();
+    let backing = settings.filter_map(|(name, below)| Some((name.strip_prefix(BACKING)?, below)));
+    for (disk, below) in backing {
+        let (Some(_), Some(below)) = (place(disk), place(below)) else {
+            return refuse(
+                "settings",
+                "has a backing file that is no disk of the guest",
+            );
+        };
+        if !description.disks[below].read_only || by_devices.contains(&(0, below)) {
+            return refuse(
+                "settings",
+                "has a backing file that is written, or is a disk too",
+            );
+        }
+        served.insert((0, below));
+        let mut level = description.backing(disk);
+        for _ in 0..BACKING_MAX {
+            level = level.and_then(|disk| description.backing(&disk.name));
+        }
+        if level.is_some() {
+            return refuse("settings", "has a disk on more than 16 backing files");
+        }
     }
     Ok(())
 }

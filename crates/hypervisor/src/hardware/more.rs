@@ -1,6 +1,7 @@
 //! More models and settings of machines: screens, sound, plugged memory and vCPUs.
 
 use super::tables::{BLOCK, BOARD, Bus, Kind, Model, PCI, SCREEN, Serves, VIRTIO, model};
+use longhaul_protocol::guest::BACKING;
 
 use Kind::{Bytes, Choice, Number, OneOf, Switch, Text, Word};
 
@@ -256,6 +257,44 @@ pub(super) const MODELS: &[Model] = &[
         &[BOARD, &[("osk", Text)]],
     ),
     model(&["vmcoreinfo"], Bus::Board, Serves::Nothing, &[]),
+    model(
+        &["isa-fdc"],
+        Bus::Board,
+        Serves::Nothing,
+        &[
+            BOARD,
+            &[
+                ("dma", Number),
+                ("fallback", Word),
+                ("fdtypeA", Word),
+                ("fdtypeB", Word),
+            ],
+        ],
+    ),
+    model(
+        &["floppy"],
+        Bus::Other,
+        Serves::Medium,
+        &[BLOCK, &[("drive-type", Word), ("unit", Number)]],
+    ),
+    model(
+        &["ccid-card-passthru"],
+        Bus::Other,
+        Serves::Terminal,
+        &[&[("debug", Number), ("slot", Number)]],
+    ),
+    model(
+        &["ipmi-bmc-sim"],
+        Bus::Board,
+        Serves::Nothing,
+        &[&[("guid", Word), ("slave_addr", Number)]],
+    ),
+    model(
+        &["isa-ipmi-bt", "isa-ipmi-kcs"],
+        Bus::Board,
+        Serves::Nothing,
+        &[BOARD, &[("bmc", Word)]],
+    ),
 ];
 
 /// vCPUs that were plugged in, of any model.
@@ -308,6 +347,17 @@ pub(crate) const LIMITS: [&str; 19] = [
     "iops_wr_max_length",
 ];
 
+/// The beginnings of the settings of a `-drive` that USB storage has: its id, which the guest sees
+/// (`drive.sda`), and whether it is a CD drive (`cdrom.sda`).
+pub(crate) const DRIVE: &str = "drive.";
+pub(crate) const CDROM: &str = "cdrom.";
+
+/// The settings of the board's floppy drives.
+pub(crate) const FLOPPIES: [&str; 2] = ["floppy.0", "floppy.1"];
+
+/// The value of one for a drive without a medium.
+pub(crate) const NO_FLOPPY: &str = "-";
+
 pub(super) const SETTINGS: &[(&str, Kind)] = &[
     (
         "audio.model",
@@ -316,6 +366,9 @@ pub(super) const SETTINGS: &[(&str, Kind)] = &[
         ]),
     ),
     ("boot.once", Word),
+    // The disks in floppy drives of the board; `-` is an empty drive.
+    (FLOPPIES[0], Word),
+    (FLOPPIES[1], Word),
     ("boot.splash", Bytes),
     ("global.ICH9-LPC.noreboot", Switch),
     ("global.ICH9-LPC.x-smi-broadcast", Switch),
@@ -343,12 +396,20 @@ pub(super) const SETTINGS: &[(&str, Kind)] = &[
     ("smp.maxcpus", Number),
 ];
 
-/// Returns the values that a setting takes: one of this list, a property of a known model, or a
-/// limit of a disk.
+/// Returns the values that a setting takes: one of this list, a property of a known model, the
+/// backing file of a disk, or a limit of one.
 pub(super) fn setting(name: &str) -> Option<Kind> {
     let known = SETTINGS.iter().find(|(known, _)| *known == name);
     if let Some((_, kind)) = known {
         return Some(*kind);
+    }
+    if let Some(disk) = name.strip_prefix(BACKING) {
+        return crate::description::is_name(disk, 16).then_some(Word);
+    }
+    for (prefix, kind) in [(CDROM, Switch), (DRIVE, Word)] {
+        if let Some(disk) = name.strip_prefix(prefix) {
+            return crate::description::is_name(disk, 16).then_some(kind);
+        }
     }
     let (start, last) = name.rsplit_once('.')?;
     if let Some(model) = start.strip_prefix("global.") {

@@ -207,6 +207,8 @@ const USB_HOST: &[(&str, Kind)] = &[
     ("firstport", Number),
     ("intrs", Number),
     ("masterbus", Word),
+    ("msi", Choice),
+    ("msix", Choice),
     ("p2", Number),
     ("p3", Number),
     ("slots", Number),

@@ -190,7 +190,8 @@ async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
 /// Returns whether a device of the board can be made by a `-device` elsewhere.
 pub(crate) fn is_made_elsewhere(kind: &str) -> bool {
     Model::of(kind).is_some_and(|model| match model.serves {
-        Serves::Disk | Serves::Medium | Serves::Nic => true,
+        // The board's floppy drives are settings of it.
+        Serves::Disk | Serves::Medium | Serves::Nic => kind != "floppy",
         Serves::Nothing | Serves::Channel | Serves::Terminal | Serves::Sound => {
             // A hub is what QEMU adds by itself when ports run out.
             model.bus == Bus::Usb && kind != "usb-hub"
@@ -438,7 +439,8 @@ fn blockers_of(
     found
 }
 
-const DETACH: &str = "detach it from the guest before moving, and attach it again afterwards";
+pub(crate) const DETACH: &str =
+    "detach it from the guest before moving, and attach it again afterwards";
 const REPLACE: &str = "give the guest a disk or network card that QEMU serves itself";
 const UNMOUNT: &str = "unmount the folder in the guest and detach the device before moving";
 

@@ -1,7 +1,7 @@
 //! A channel that another host has opened, and its answer.
 
 use crate::channel::{Receiver, Sender, TalkError};
-use longhaul_protocol::message::{ToDestination, ToSource};
+use longhaul_protocol::message::{Refusal, RefusalCode, ToDestination, ToSource};
 use longhaul_protocol::{AttemptId, Epoch};
 use longhaul_transport::{BulkBinding, BulkError, BulkOffer, Control, Permission};
 use std::time::Duration;
@@ -48,5 +48,18 @@ pub(crate) fn allows(control: &Control, permission: Permission) -> bool {
     control.allows(permission).unwrap_or_else(|error| {
         tracing::error!(%error, "cannot read whom this host trusts");
         false
+    })
+}
+
+/// Returns a refusal unless the peer may send guests.
+pub(crate) fn may_send(control: &Control, here: &str) -> Result<(), Refusal> {
+    if allows(control, Permission::SendGuests) {
+        return Ok(());
+    }
+    let hint = "on the destination: longhaul host trust ... --may query,send".to_owned();
+    Err(Refusal {
+        code: RefusalCode::NotAllowed,
+        text: format!("{here} does not let this host send guests"),
+        hint: Some(hint),
     })
 }

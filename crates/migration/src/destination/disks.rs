@@ -10,6 +10,7 @@ use longhaul_codec::{BlockId, BlockWrite, Content};
 use longhaul_engine::destination::Destination;
 use longhaul_engine::presence::{Output, Presence};
 use longhaul_protocol::disk::{Base, DiskFormat, List, OfferedDisk, Pulled, Qcow2};
+use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionKind, RegionSpec};
 use longhaul_storage::disk::qcow2::{self, HEAD_BYTES};
 use longhaul_storage::disk::{Disk as _, RawDisk, Zeros};
@@ -97,6 +98,8 @@ struct Growing {
     /// The image as it was offered.
     image: Qcow2,
     base: Option<Base>,
+    /// Whether it is an overlay of another image of the guest.
+    is_overlay: bool,
     /// Its final length, once the source has sent it.
     bytes: Option<u64>,
 }
@@ -123,9 +126,16 @@ impl Growing {
         let read = disk.read(0, &mut head);
         read.map_err(|error| error.to_string())?;
         let head = qcow2::read(&head).map_err(|error| error.to_string())?;
-        let named = head.backing.as_ref().map(base_images::named).transpose();
-        let named = named.map_err(|unfit| unfit.to_string())?;
-        if head.image != self.image || named != self.base.as_ref().map(id_of) {
+        let same = match self.is_overlay {
+            // QEMU is given the backing file, whatever its name in the header is.
+            true => head.backing.is_some(),
+            false => {
+                let named = head.backing.as_ref().map(base_images::named).transpose();
+                let named = named.map_err(|unfit| unfit.to_string())?;
+                named == self.base.as_ref().map(id_of)
+            }
+        };
+        if head.image != self.image || !same {
             return Err("its image is another one than was offered".to_owned());
         }
         Ok(())
@@ -154,6 +164,7 @@ impl Disks {
                 DiskFormat::Qcow2(image) => Some(Growing {
                     image,
                     base: disk.base.clone(),
+                    is_overlay: false,
                     bytes: None,
                 }),
                 DiskFormat::Raw => None,
@@ -170,6 +181,17 @@ impl Disks {
             disks: disks.collect(),
             failure: None,
         }
+    }
+
+    /// Marks the disks that are overlays of other images of the guest.
+    pub(crate) fn of_guest(mut self, guest: &GuestDescription) -> Self {
+        for disk in self.disks.values_mut() {
+            let is_overlay = guest.backing(&disk.name).is_some();
+            if let Some(growing) = &mut disk.growing {
+                growing.is_overlay = is_overlay;
+            }
+        }
+        self
     }
 
     /// Creates the disks of a guest that runs here. Their exports take what arrives.
@@ -491,6 +513,7 @@ mod tests {
             growing: Some(Growing {
                 image: IMAGE,
                 base: None,
+                is_overlay: false,
                 bytes: None,
             }),
             folder: None,
@@ -605,7 +628,7 @@ mod tests {
             (standing("/etc/shadow"), Some(base(1)), false),
             (standing("/etc/shadow"), None, false),
             (standing(&named(1)), None, false),
-            (plain, Some(base(1)), false),
+            (plain.clone(), Some(base(1)), false),
         ] {
             let (_folder, mut disks) = arriving(&head);
             if let Some(growing) = &mut disks.disks.get_mut(&REGION).unwrap().growing {
@@ -613,6 +636,15 @@ mod tests {
             }
             disks.has_length(REGION, 300_007).unwrap();
             assert_eq!(sealed(&mut disks).is_ok(), fits, "{offered:?}");
+        }
+        // An overlay of another image of the guest names any file, which nobody opens.
+        for (head, fits) in [(standing("/of/the/source.qcow2"), true), (plain, false)] {
+            let (_folder, mut disks) = arriving(&head);
+            if let Some(growing) = &mut disks.disks.get_mut(&REGION).unwrap().growing {
+                growing.is_overlay = true;
+            }
+            disks.has_length(REGION, 300_007).unwrap();
+            assert_eq!(sealed(&mut disks).is_ok(), fits);
         }
     }
 }

@@ -1,15 +1,17 @@
 //! Answers the other hosts: accepts their connections, and passes each channel to its handler.
 
 use crate::channel::{self, TalkError};
-use crate::destination::call::{Call, allows};
+use crate::destination::call::{Call, allows, may_send};
 use crate::destination::files::Bringing;
 use crate::destination::recovered::{AnswerError, Attempts};
 use crate::destination::{Destination, admission, attempt, files};
-use crate::disks::images;
+use crate::disks::{base_images, images};
+use crate::limits::peer_quota;
 use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{
-    DisksOffer, FilesOffer, FilesQuery, PortsOffer, PortsQuery, Query, ToDestination, ToSource,
+    Check, DisksOffer, FilesOffer, FilesQuery, PortsOffer, PortsQuery, Query, ToDestination,
+    ToSource, Verdict,
 };
 use longhaul_protocol::port;
 use longhaul_protocol::{AttemptId, Epoch};
@@ -192,6 +194,18 @@ async fn answer_query(
     let mut answer = context.local_checks(guest, machine, false).await;
     let misfits = block_in_place(|| images::misfits(context, guest, disks));
     answer.checks.extend(misfits);
+    let sends = may_send(&call.control, &answer.host).err();
+    let refusals = block_in_place(|| {
+        let mut refusals = peer_quota::outlook(context, &peer, guest);
+        refusals.extend(base_images::lacking(context, disks));
+        refusals
+    });
+    let refusals = sends.into_iter().chain(refusals);
+    answer.checks.extend(refusals.map(|refusal| Check {
+        verdict: Verdict::Refused,
+        text: refusal.text,
+        hint: refusal.hint,
+    }));
     answer.checks.extend(proof.checks);
     let files = proof.lacking;
     call.sender.send(&match files.is_empty() {

@@ -35,10 +35,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 // A stripe that is named as hot is fetched as a whole.
 const _: () = assert!(STRIPE_BYTES == longhaul_image::STRIPE_BYTES);
 
-/// The backing of a disk in a guest's QEMU, or why it is unknown.
-pub(crate) type Seen = Result<Option<Backing>, String>;
+/// The backing files of a disk in a guest's QEMU, from the top down, or why they are unknown.
+pub(crate) type Seen = Result<Vec<Backing>, String>;
 
-/// Asks a guest's QEMU for the backing of a disk, by the path of the disk's device.
+/// Asks a guest's QEMU for the backing files of a disk, by the path of the disk's device.
 pub(crate) async fn ask(qmp: &Qmp, device: &str) -> Seen {
     let backing = disk::backing(qmp, device).await;
     backing.map_err(|error| error.to_string())
@@ -63,14 +63,14 @@ pub(crate) fn look(
         )
     };
     let seen = seen.as_ref().map_err(|why| refused(why.clone()))?;
-    let (says, seen) = match (says, seen) {
-        (None, None) => return Ok(None),
-        (Some(says), Some(seen)) => (says, seen),
-        (None, Some(_)) => {
+    let (says, seen) = match (says, seen.as_slice()) {
+        (None, []) => return Ok(None),
+        (Some(says), [seen, ..]) => (says, seen),
+        (None, [_, ..]) => {
             let has = "its QEMU has it stand on another image, of which its own says nothing";
             return Err(other(has.to_owned()));
         }
-        (Some(says), None) => {
+        (Some(says), []) => {
             let has = format!(
                 "its image stands on {:?}, and in its QEMU on nothing",
                 says.name
@@ -166,9 +166,7 @@ impl ComingBases {
             }
             let lacks = |error: &dyn std::fmt::Display| {
                 tracing::warn!(image = %id, %error, "a base image cannot be had");
-                let short = id.short();
-                let text = format!("{here} cannot have the base image {short} of disk {name}");
-                refused(text, hint(here, id))
+                no_base(here, name, id)
             };
             let bytes = match bases.whole(id).map_err(|error| lacks(&error))? {
                 Some(bytes) => bytes,
@@ -315,10 +313,41 @@ impl Drop for ComingBases {
     }
 }
 
+/// Returns the refusals of disks whose base images this host neither has nor finds in its
+/// repository. Reads at most their manifests.
+pub(crate) fn lacking(context: &Context, disks: &[OfferedDisk]) -> Vec<Refusal> {
+    let config = &context.parts.config;
+    let here = &config.name;
+    let bases = base_images::of_host(&config.state);
+    let refusal = |disk: &OfferedDisk| {
+        let id = id_of(disk.base.as_ref()?);
+        let error = match bases.whole(id) {
+            Ok(Some(_)) => return None,
+            Ok(None) => open(&config.repository)
+                .and_then(|repository| repository.manifest(id).map_err(|error| error.to_string()))
+                .err()?,
+            Err(error) => error.to_string(),
+        };
+        tracing::warn!(image = %id, error, "a base image cannot be had");
+        Some(no_base(here, &disk.name, id))
+    };
+    disks.iter().filter_map(refusal).collect()
+}
+
+fn no_base(here: &str, disk: &str, id: ImageId) -> Refusal {
+    let short = id.short();
+    let text = format!("{here} cannot have the base image {short} of disk {disk}");
+    refused(text, hint(here, id))
+}
+
+fn open(from: &Repositories) -> Result<Repository, String> {
+    let store = from.store().map_err(|error| error.to_string())?;
+    Repository::open(store).map_err(|error| error.to_string())
+}
+
 /// Starts to fetch a base image from a repository.
 fn bring(from: &Repositories, bases: &Bases, id: ImageId) -> Result<Bringing, String> {
-    let store = from.store().map_err(|error| error.to_string())?;
-    let repository = Repository::open(store).map_err(|error| error.to_string())?;
+    let repository = open(from)?;
     let bringing = bases.bring(repository, id, PATIENCE);
     bringing.map_err(|error: BringError| error.to_string())
 }
@@ -378,10 +407,10 @@ mod tests {
         };
         let says_so = says(format!("/elsewhere/{id}.raw"));
         let in_qemu = |file: &Path| -> Seen {
-            Ok(Some(Backing {
+            Ok(vec![Backing {
                 driver: "raw".to_owned(),
                 file: Some(file.to_str().unwrap().to_owned()),
-            }))
+            }])
         };
         let pid = std::process::id() as i32;
         let look = |says: Option<&qcow2::Backing>, seen: &Seen| {
@@ -406,14 +435,14 @@ mod tests {
             hot: Vec::new(),
         };
         assert_eq!(look(Some(&says_so), &in_qemu(&path)), Ok(Some(base)));
-        assert_eq!(look(None, &Ok(None)), Ok(None));
+        assert_eq!(look(None, &Ok(Vec::new())), Ok(None));
 
         let other = state.path().join("other.raw");
         fs::write(&other, "base").unwrap();
         let is_other = says(other.to_str().unwrap().to_owned());
         for (says, seen, expected) in [
             (Some(&says_so), in_qemu(&other), "and in its QEMU on"),
-            (Some(&says_so), Ok(None), "and in its QEMU on nothing"),
+            (Some(&says_so), Ok(Vec::new()), "and in its QEMU on nothing"),
             (None, in_qemu(&path), "of which its own says nothing"),
             (Some(&is_other), in_qemu(&other), "which is no base image"),
             (Some(&says_so), Err("it is mute".to_owned()), "it is mute"),

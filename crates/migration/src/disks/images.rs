@@ -106,6 +106,28 @@ impl Place {
         }
     }
 
+    /// Returns a warning if its volume is large enough only for strategies that send the whole disk
+    /// before the switchover.
+    fn is_tight(&self, here: &str) -> Option<Check> {
+        let Room::Volume(room) = &self.room else {
+            return None;
+        };
+        let offered = &self.offered;
+        let (has, needed) = (room.volume.size_bytes(), offered.image_bytes);
+        let is_tight = grows(offered) && offered.pulled == Pulled::Nothing && has < needed;
+        is_tight.then(|| Check {
+            verdict: Verdict::Warning,
+            text: format!(
+                "{here} has a volume of {} for disk {}, and the move is refused with --disks \
+                 hybrid or postcopy: its qcow2 image may take {} while it moves",
+                show_bytes(has),
+                offered.name,
+                show_bytes(needed)
+            ),
+            hint: Some("move it without these, or enlarge the volume".to_owned()),
+        })
+    }
+
     /// Returns an error if its volume is too small.
     fn check_size(&self, here: &str) -> Result<(), Refusal> {
         let Room::Volume(room) = &self.room else {
@@ -313,13 +335,15 @@ pub(crate) fn misfits(
             Err(refusal) => refusals.push(refusal),
         }
     }
-    refusals.extend(enough_room(&context.parts.config.name, &places).err());
+    let here = &context.parts.config.name;
+    refusals.extend(enough_room(here, &places).err());
     let check = |refusal: Refusal| Check {
         verdict: Verdict::Refused,
         text: refusal.text,
         hint: refusal.hint,
     };
-    refusals.into_iter().map(check).collect()
+    let tight = places.iter().filter_map(|place| place.is_tight(here));
+    tight.chain(refusals.into_iter().map(check)).collect()
 }
 
 /// Returns the free space of a folder's file system, in bytes, if it can be read.

@@ -1,6 +1,7 @@
 //! The resources of a guest's disks on a host during a migration: exports, images that are created
 //! for them, and base images.
 
+pub(crate) mod backing_files;
 pub(crate) mod base_images;
 pub(crate) mod export_notes;
 mod export_process;

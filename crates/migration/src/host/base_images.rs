@@ -6,6 +6,7 @@
 
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::config::{HostConfig, ImageFormat};
+use longhaul_hypervisor::disk;
 use longhaul_hypervisor::disk::base::Base;
 use longhaul_image::{Bases, ImageId};
 use longhaul_protocol::guest::GuestDescription;
@@ -17,7 +18,7 @@ use std::path::Path;
 
 /// Returns the base images of this host.
 pub fn of_host(state: &Path) -> Bases {
-    Bases::new(state.join("bases"))
+    Bases::new(state.join(disk::BASES))
 }
 
 /// Why an image's backing file is not a base image.

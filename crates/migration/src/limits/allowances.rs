@@ -64,16 +64,25 @@ impl Bucket {
         }
     }
 
+    /// Returns whether there is one to take.
+    pub(crate) fn has_one(&mut self, now: Instant) -> bool {
+        self.fill(now);
+        self.left >= 1.0
+    }
+
     pub(crate) fn take(&mut self, now: Instant) -> bool {
-        let passed = now.saturating_duration_since(self.at);
-        self.at = now;
-        let filled = self.most * passed.as_secs_f64() / self.per.as_secs_f64();
-        self.left = (self.left + filled).min(self.most);
-        if self.left < 1.0 {
+        if !self.has_one(now) {
             return false;
         }
         self.left -= 1.0;
         true
+    }
+
+    fn fill(&mut self, now: Instant) {
+        let passed = now.saturating_duration_since(self.at);
+        self.at = now;
+        let filled = self.most * passed.as_secs_f64() / self.per.as_secs_f64();
+        self.left = (self.left + filled).min(self.most);
     }
 }
 

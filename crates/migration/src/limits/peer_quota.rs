@@ -136,8 +136,7 @@ fn look_at(
         peer: &peer.name,
     };
     if !allowances.with_use(peer, |used, now| used.attempts.take(now)) {
-        let most = limits.attempts_per_hour;
-        return Err(excess.of("attempts_per_hour", format!("begin {most} moves an hour")));
+        return Err(excess.attempts(limits));
     }
     sound(context, offer)?;
     named(context, &excess, limits, &offer.guest)?;
@@ -173,6 +172,35 @@ fn look_at(
     })
 }
 
+/// Returns why an offer of this guest would not be admitted now, as far as that is known before an
+/// offer. Counts nothing.
+pub(crate) fn outlook(
+    context: &Context,
+    peer: &TrustedHost,
+    guest: &GuestDescription,
+) -> Vec<Refusal> {
+    let allowances = &context.allowances;
+    let limits = allowances.limits(peer);
+    let excess = Excess {
+        here: &context.parts.config.name,
+        peer: &peer.name,
+    };
+    let mut refusals = Vec::new();
+    if !allowances.with_use(peer, |used, now| used.attempts.has_one(now)) {
+        refusals.push(excess.attempts(limits));
+    }
+    refusals.extend(is_elsewhere(context, &guest.name).err());
+    let new = Arriving {
+        peer: peer.id,
+        guest: guest.name.clone(),
+        memory_bytes: guest.memory_bytes(),
+        vcpus: guest.vcpus,
+    };
+    let state = allowances.lock();
+    refusals.extend(room(context, &state, &excess, limits, &new).err());
+    refusals
+}
+
 /// Builds refusals that name a limit.
 struct Excess<'a> {
     here: &'a str,
@@ -180,6 +208,11 @@ struct Excess<'a> {
 }
 
 impl Excess<'_> {
+    fn attempts(&self, limits: &PeerLimits) -> Refusal {
+        let most = limits.attempts_per_hour;
+        self.of("attempts_per_hour", format!("begin {most} moves an hour"))
+    }
+
     fn of(&self, key: &str, may: String) -> Refusal {
         let Self { here, peer } = self;
         let text = format!("{here} lets {peer} {may}, and that is reached");
@@ -216,7 +249,12 @@ fn sound(context: &Context, offer: &Offer) -> Result<(), Refusal> {
     if offer.generation.0 > GENERATION_MAX {
         return Err(invalid("no guest has moved that often".to_owned()));
     }
-    let guest = &offer.guest.name;
+    is_elsewhere(context, &offer.guest.name)
+}
+
+/// Checks that this host itself does not have the right to run a guest.
+fn is_elsewhere(context: &Context, guest: &str) -> Result<(), Refusal> {
+    let here = &context.parts.config.name;
     let right = context.rights.get(guest).map_err(|error| {
         let text = format!("{here} cannot tell who may run {guest}: {error}");
         refusal(RefusalCode::Busy, text, None)
@@ -250,6 +288,19 @@ fn named(
     limits: &PeerLimits,
     guest: &GuestDescription,
 ) -> Result<(), Refusal> {
+    listed(excess, limits, guest)?;
+    match limits.networks.is_some() {
+        true => own_vlans(context, excess, guest),
+        false => Ok(()),
+    }
+}
+
+/// Checks that a peer's limits list every image, network and folder of a guest.
+fn listed(
+    excess: &Excess<'_>,
+    limits: &PeerLimits,
+    guest: &GuestDescription,
+) -> Result<(), Refusal> {
     let refused = |key: &str, name: &str| {
         let Excess { here, peer } = excess;
         refusal(
@@ -274,10 +325,7 @@ fn named(
     if let Some(name) = shared_folders(guest).find(|name| other(&limits.folders, name)) {
         return Err(refused("folders", name));
     }
-    match limits.networks.is_some() {
-        true => own_vlans(context, excess, guest),
-        false => Ok(()),
-    }
+    Ok(())
 }
 
 /// Refuses VLANs that a peer chooses which may only use some networks: a network is then what this
@@ -357,4 +405,56 @@ fn room(
         return Err(excess.of("vcpus", may));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_that_a_guest_uses_has_to_be_listed() {
+        let guest: GuestDescription = toml::from_str(
+            "name = \"web-7\"\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\n\
+             memory_mib = 64\ndisks = [{ name = \"vda\", image = \"own\" }, \
+             { name = \"backing0\", image = \"template\", read_only = true }]\n\
+             nics = [{ network = \"office\", mac = \"52:54:00:00:00:01\" }]\n\
+             [hardware.settings]\n\"backing.vda\" = \"backing0\"\n\
+             \"fsdev.000.id\" = \"f\"\n\"fsdev.000.folder\" = \"public\"\n",
+        )
+        .unwrap();
+        let excess = Excess {
+            here: "paris",
+            peer: "lyon",
+        };
+        let all = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
+        let mut limits = PeerLimits::defaults(1 << 30, 4);
+        assert_eq!(listed(&excess, &limits, &guest), Ok(()));
+        limits.images = all(&["own", "template"]);
+        limits.networks = all(&["office"]);
+        limits.folders = all(&["public"]);
+        assert_eq!(listed(&excess, &limits, &guest), Ok(()));
+        for (key, name) in [
+            ("images", "template"),
+            ("networks", "office"),
+            ("folders", "public"),
+        ] {
+            let mut limits = limits.clone();
+            match key {
+                "images" => limits.images = all(&["own"]),
+                "networks" => limits.networks = all(&["other"]),
+                _ => limits.folders = all(&[]),
+            }
+            let refusal = listed(&excess, &limits, &guest).unwrap_err();
+            assert_eq!(refusal.code, RefusalCode::NotAllowed);
+            assert!(
+                refusal.text.ends_with(&format!("use {name} ({key})")),
+                "{refusal:?}"
+            );
+            assert!(
+                refusal
+                    .hint
+                    .is_some_and(|hint| hint.contains(&format!("`{key}`")))
+            );
+        }
+    }
 }

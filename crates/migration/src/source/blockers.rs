@@ -31,12 +31,15 @@ pub(crate) async fn find(
     }));
     let images = &context.parts.config.hypervisor.images;
     let pid = guest.pid().unwrap_or(-1);
-    for disk in &guest.description().disks {
+    let description = guest.description();
+    // Backing files have a check of their own.
+    let disks = description.disks.iter();
+    for disk in disks.filter(|disk| !description.is_backing(&disk.name)) {
         let Some(image) = images.get(&disk.image) else {
             // Refused elsewhere, by name.
             continue;
         };
-        let device = exports::named_device(guest.description(), &disk.name);
+        let device = exports::named_device(description, &disk.name);
         if let Some(file) = other_file(&drives, device.as_deref(), &image.path, pid) {
             found.push(Blocker {
                 text: format!(

@@ -22,7 +22,7 @@ use std::fs::{self, Metadata};
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
-use tokio::task::spawn_blocking;
+use tokio::task::{block_in_place, spawn_blocking};
 
 /// Time limit for an answer, in addition to the time in which the destination reads files for it.
 const ANSWER_WITHIN: Duration = Duration::from_secs(60);
@@ -237,8 +237,26 @@ impl Held {
     }
 }
 
-/// Asks a destination for all checks of a move of a guest with these disks and files.
+/// Asks a destination for all checks of a move of a guest with these disks and files. `brought`
+/// makes disks of the read-only images that it lacks: it is asked for their room too.
 pub(crate) async fn ask(
+    context: &Context,
+    control: &Control,
+    query: Query,
+    disks: &[OfferedDisk],
+    held: &mut Held,
+    brought: impl Fn(&[String]) -> Result<Vec<OfferedDisk>, ApiError>,
+) -> Result<Asked, AskError> {
+    let asked = ask_once(context, control, query.clone(), disks, held).await?;
+    if asked.lacking.is_empty() || control.peer().version < VERSION_OF_PORTS {
+        return Ok(asked);
+    }
+    let brought = block_in_place(|| brought(&asked.lacking)).map_err(AskError::Here)?;
+    let all: Vec<OfferedDisk> = disks.iter().cloned().chain(brought).collect();
+    ask_once(context, control, query, &all, held).await
+}
+
+async fn ask_once(
     context: &Context,
     control: &Control,
     mut query: Query,

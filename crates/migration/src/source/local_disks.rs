@@ -2,7 +2,7 @@
 
 use crate::context::Context;
 use crate::disks::exports::{self, FrontError};
-use crate::disks::{base_images, blocks_of, qcow2, read_blocks};
+use crate::disks::{backing_files, base_images, blocks_of, qcow2, read_blocks};
 use crate::host::base_image_orders::id_of;
 use crate::host::writable;
 use crate::source::sender::Sending;
@@ -237,7 +237,7 @@ pub(crate) fn each(
     let local = (first..).zip(disks).map(|(region, described)| {
         let region = RegionId(region);
         if described.read_only {
-            return open_read_only(context, described, region, known);
+            return open_read_only(context, (guest, described), region, known);
         }
         let (strategy, why) = match strategy(asked) {
             Some(strategy) => (strategy, None),
@@ -246,9 +246,24 @@ pub(crate) fn each(
                 (strategy, Some(why))
             }
         };
-        open(context, described, region, (strategy, why), known)
+        let of = (guest, described);
+        open(context, of, region, (strategy, why), known)
     });
     local.collect()
+}
+
+/// Returns the read-only images that the destination lacks as disks of an offer, by name, or why
+/// one cannot move along. The numbers of their regions have no meaning.
+pub(crate) fn brought(
+    context: &Context,
+    guest: &GuestDescription,
+    known: &Known,
+    lacking: &[String],
+) -> Result<Vec<OfferedDisk>, ApiError> {
+    let disks = each(context, guest, DiskChoice::Auto, known, (&[], lacking));
+    let local = guest.disks.iter().filter(|disk| disk.is_local()).count();
+    let brought = disks.into_iter().skip(local);
+    brought.map(|disk| Ok(disk?.offered)).collect()
 }
 
 /// Returns the requested strategy, if the choice is one.
@@ -271,7 +286,7 @@ fn can() -> Vec<Strategy> {
 
 fn open(
     context: &Context,
-    described: &Described,
+    (guest, described): (&GuestDescription, &Described),
     region: RegionId,
     (strategy, why): (Strategy, Option<Why>),
     known: &Known,
@@ -288,8 +303,16 @@ fn open(
             let growing = qcow2::look(name, &image.path)?;
             let unknown = Err("what it stands on in its QEMU is not known".to_owned());
             let seen = known.stands_on.get(name).unwrap_or(&unknown);
-            let state = &context.parts.config.state;
-            let base = base_images::look(state, name, growing.backing.as_ref(), (seen, known.pid))?;
+            let (says, seen) = (growing.backing.as_ref(), (seen, known.pid));
+            let config = &context.parts.config;
+            let base = match guest.backing(name) {
+                Some(_) => {
+                    let images = &config.hypervisor.images;
+                    backing_files::check(images, guest, described, says, seen)?;
+                    None
+                }
+                None => base_images::look(&config.state, name, says, seen)?,
+            };
             (growing.format, growing.size, base)
         }
     };
@@ -307,7 +330,7 @@ fn open(
 /// Opens a read-only image that the destination lacks. It is sent once, since it cannot change.
 fn open_read_only(
     context: &Context,
-    described: &Described,
+    (guest, described): (&GuestDescription, &Described),
     region: RegionId,
     known: &Known,
 ) -> Result<LocalDisk, ApiError> {
@@ -317,16 +340,7 @@ fn open_read_only(
         ImageFormat::Raw => DiskFormat::Raw,
         ImageFormat::Qcow2 => {
             let growing = qcow2::look(name, &image.path)?;
-            if growing.backing.is_some() {
-                let text = format!(
-                    "disk {name}: its image {} is read-only and stands on another one, which does \
-                     not move along",
-                    described.image
-                );
-                let hint = "copy both files to the destination, or make one plain image of them: \
-                            qemu-img convert -O qcow2 OLD NEW";
-                return Err(refused(text).hint(hint));
-            }
+            backing_files::is_overlay(guest, described, growing.backing.as_ref())?;
             growing.format
         }
     };

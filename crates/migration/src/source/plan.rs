@@ -89,7 +89,8 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     };
     let companions = source.companions(&about);
     plan.checks.extend(companions.look(&candidate.guest));
-    let (control, lacking) = ask_there(context, &candidate, (query, &disks), &mut plan).await;
+    let asking = (query, &*disks, &known);
+    let (control, lacking) = ask_there(context, &candidate, asking, &mut plan).await;
     if control.is_some() {
         measure_link(context, &mut plan).await;
     }
@@ -125,12 +126,20 @@ fn look_at_disks(
         let offered = &disk.offered;
         if disk.read_only {
             let (name, bytes) = (&offered.name, show_bytes(disk.shown_bytes()));
-            let text = format!("disk {name} moves along: {bytes}, read-only");
+            let what = match guest.is_backing(name) {
+                true => "a backing file",
+                false => "read-only",
+            };
+            let text = format!("disk {name} moves along: {bytes}, {what}");
             return Check::ok("disks", text);
         }
         let why = disk.why.map(|why| format!(", since {why}"));
         let base = disk.base();
         let base = base.map(|id| format!(", without its base image {}", id.short()));
+        let base = base.or_else(|| {
+            let backing = guest.backing(&offered.name)?;
+            Some(format!(" as an overlay of image {}", backing.image))
+        });
         let used = match disk.is_on_volume() {
             true => "not zero, by a sample",
             false => "allocated",
@@ -304,7 +313,7 @@ fn sample(
 async fn ask_there(
     context: &Arc<Context>,
     candidate: &Candidate,
-    (query, disks): (Query, &[OfferedDisk]),
+    (query, disks, known): (Query, &[OfferedDisk], &Known),
     plan: &mut Plan,
 ) -> (Option<Control>, Vec<String>) {
     let host = &candidate.host.name;
@@ -327,7 +336,9 @@ async fn ask_there(
         plan.checks.push(refused_here(error));
         Held::default()
     });
-    let asked = files::ask(context, &control, query, disks, &mut held).await;
+    let guest = candidate.guest.description();
+    let brought = |lacking: &[String]| local_disks::brought(context, guest, known, lacking);
+    let asked = files::ask(context, &control, query, disks, &mut held, brought).await;
     control.close(CloseCode::Done, "asked and answered");
     let mut lacking = Vec::new();
     match asked {

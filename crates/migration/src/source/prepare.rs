@@ -15,7 +15,7 @@ use crate::source::companion::{About, Companions};
 use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
 use crate::source::files::{self, AskError, Asked as Answered, Held};
-use crate::source::local_disks::{self, LocalDisk, may_be_left};
+use crate::source::local_disks::{self, Known, LocalDisk, may_be_left};
 use crate::source::plan::{self, Look};
 use crate::source::qemu::SourceQemu;
 use crate::source::recovered::RecoveredSource;
@@ -202,7 +202,8 @@ impl Preparing {
             guest: described.clone(),
             machine: machine.clone(),
         };
-        let lacking = self.ask(&control, query, &disks, &mut held).await?;
+        let asking = (query, &*disks, &known);
+        let lacking = self.ask(&control, asking, &mut held).await?;
         self.unless_cancelled(companions.prepare(guest)).await??;
         let mut outbound = SourceQemu::attach(guests.clone(), guest.clone(), lease)
             .await
@@ -345,15 +346,18 @@ impl Preparing {
     async fn ask(
         &self,
         control: &Control,
-        query: Query,
-        disks: &[OfferedDisk],
+        (query, disks, known): (Query, &[OfferedDisk], &Known),
         held: &mut Held,
     ) -> Result<Vec<String>, ApiError> {
-        if held.is_empty() && query.guest.nics.iter().all(|nic| nic.port.is_none()) {
+        let has_ports = query.guest.nics.iter().any(|nic| nic.port.is_some());
+        if held.is_empty() && disks.is_empty() && !has_ports {
             return Ok(Vec::new());
         }
         let host = &self.candidate.host.name;
-        let asking = files::ask(&self.source, control, query, disks, held);
+        let guest = self.candidate.guest.description();
+        let brought =
+            |lacking: &[String]| local_disks::brought(&self.source, guest, known, lacking);
+        let asking = files::ask(&self.source, control, query, disks, held, brought);
         let Answered { checks, lacking } = match self.unless_cancelled(asking).await? {
             Ok(asked) => asked,
             Err(AskError::Here(error)) => return Err(error),

@@ -4,7 +4,7 @@
 use crate::context::Context;
 use crate::destination::Destination;
 use crate::destination::attempt::{DestinationAttempt, FIRST_EPOCH};
-use crate::destination::call::{Call, allows};
+use crate::destination::call::{Call, may_send};
 use crate::destination::companion::{About, Companions, Offered};
 use crate::destination::disks::Disks;
 use crate::destination::handle::{AttemptHandle, Present};
@@ -24,7 +24,7 @@ use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToSource, Verdict};
 use longhaul_storage::Journal;
-use longhaul_transport::{BulkOffer, Permission, TrustedHost};
+use longhaul_transport::{BulkOffer, TrustedHost};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -166,14 +166,7 @@ async fn admit(
     offer: &Offer,
 ) -> Result<(Admission, Reservation), Refusal> {
     let host = &context.parts.config.name;
-    if !allows(&call.control, Permission::SendGuests) {
-        let hint = "on the destination: longhaul host trust ... --may query,send".to_owned();
-        return Err(Refusal {
-            code: RefusalCode::NotAllowed,
-            text: format!("{host} does not let this host send guests"),
-            hint: Some(hint),
-        });
-    }
+    may_send(&call.control, host)?;
     let guest = &offer.guest.name;
     // If the guest left this host and its QEMU is still retained, that QEMU ends first.
     context.retained_qemus.give_way(guest).await;
@@ -365,6 +358,7 @@ async fn launch(
     let refusal = |error: DestinationQemuError| error.into_refusal(host);
     let bulk = bulk.map_err(|error| (refusal(error.into()), None))?;
     let disks = Disks::new(&offered.offer.regions, offered.disks, &offered.images);
+    let disks = disks.of_guest(&offered.offer.guest);
     let content = (disks, std::mem::take(&mut offered.kept));
     let bases = std::mem::take(&mut offered.bases);
     let launched = DestinationQemu::launch(context, &offered.offer, content, bases, admission);
