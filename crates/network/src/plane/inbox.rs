@@ -242,3 +242,13 @@ impl Inbox {
         }
     }
 }
+
+impl longhaul_transport::Datagrams for Inbox {
+    fn take(&mut self, way: &Way, datagrams: &mut [u8], stride: usize) {
+        Self::take(self, *way, datagrams, stride);
+    }
+
+    fn flush(&mut self) {
+        Self::flush(self);
+    }
+}

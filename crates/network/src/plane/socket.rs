@@ -1,9 +1,9 @@
 //! What the frame plane sends datagrams by.
 
 use longhaul_protocol::HostId;
+use longhaul_transport::PlaneSocket;
 
-/// The way on which datagrams travel to a peer, or came from it.
-pub type Way = longhaul_paths::Route;
+pub use longhaul_transport::Way;
 
 /// Why datagrams were not sent.
 #[derive(Debug, thiserror::Error)]
@@ -30,4 +30,21 @@ pub trait Outlet: Send + Sync + 'static {
         datagrams: &[u8],
         stride: usize,
     ) -> Result<(), SendError>;
+}
+
+impl Outlet for PlaneSocket {
+    fn send(
+        &self,
+        peer: HostId,
+        way: Way,
+        datagrams: &[u8],
+        stride: usize,
+    ) -> Result<(), SendError> {
+        use longhaul_transport::PlaneError;
+        PlaneSocket::send(self, peer, way, datagrams, stride).map_err(|error| match error {
+            PlaneError::TooLong(bytes) => SendError::TooLong(bytes),
+            PlaneError::Full => SendError::Full,
+            error => SendError::Other(error.to_string()),
+        })
+    }
 }
