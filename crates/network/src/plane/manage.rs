@@ -303,13 +303,22 @@ impl Plane {
             vlans: filter,
         };
         let tap = Tap::open(&tap::names(network).1, offloads)?;
-        let bridge = Bridge::open(&bridge_config).map_err(device)?;
-        if let Err(error) = bridge.attach(&bridge_config) {
-            drop(tap);
-            bridge.remove().map_err(device)?;
-            return Err(device(error));
+        let bridge = Bridge::open(&bridge_config).and_then(|bridge| {
+            let attached = bridge.attach(&bridge_config);
+            if attached.is_err() {
+                tap::remove(tap.name())?;
+                bridge.remove()?;
+            }
+            attached.map(|()| bridge)
+        });
+        match bridge {
+            Ok(bridge) => Ok((tap, Some(bridge))),
+            Err(error) => {
+                // Programs that are just being started may hold the device for a moment.
+                tap::remove(tap.name()).map_err(device)?;
+                Err(device(error))
+            }
         }
-        Ok((tap, Some(bridge)))
     }
 
     /// Replaces the members of a network. Frames of hosts that are none any more are dropped from

@@ -126,6 +126,24 @@ fn all_protocols_pass_both_ways_as_super_frames() {
     }
 }
 
+#[test]
+fn the_socket_of_quic_carries_all_of_it() {
+    if !is_root() {
+        return;
+    }
+    let mut world = World::blue(Setup {
+        endpoint: true,
+        ..Setup::default()
+    });
+    let (a, b) = (world.station(0, BLUE, 1), world.station(1, BLUE, 2));
+    world.wait_for_mtu(1472);
+    everything(&a, &b);
+    for host in 0..2 {
+        let device = world.network_status(host, BLUE).device;
+        assert!(device.written_bytes / device.written > 2000, "{device:?}");
+    }
+}
+
 fn small_path(mtu: u32, suite: Suite) {
     if !is_root() {
         return;

@@ -11,6 +11,7 @@ use longhaul_overlay::NetworkId;
 use longhaul_overlay::seal::{Side, Suite};
 use longhaul_overlay::switch::Vlans;
 use longhaul_protocol::HostId;
+use longhaul_transport::{Endpoint, EndpointConfig, Hello, Identity, TRUST_FILE, TrustStore};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -21,6 +22,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
 
 /// A time limit long enough for the slowest machine; successful tests do not wait for it.
 pub(crate) const LONG: Duration = Duration::from_secs(90);
@@ -57,6 +60,8 @@ pub(crate) struct Host {
     pub(crate) outputs: PlaneOutputs,
     pub(crate) address: SocketAddr,
     receiver: Option<(UnixStream, JoinHandle<()>)>,
+    /// What carries the frame plane in the place of `udp`.
+    endpoint: Option<(Endpoint, Runtime, TempDir)>,
 }
 
 /// Hosts on one Ethernet, fully meshed.
@@ -75,6 +80,8 @@ pub(crate) struct Setup {
     pub(crate) path_mtu: u32,
     pub(crate) config: PlaneConfig,
     pub(crate) suite: Suite,
+    /// Whether the frame plane shares the socket of QUIC, as in an agent.
+    pub(crate) endpoint: bool,
 }
 
 impl Default for Setup {
@@ -84,6 +91,7 @@ impl Default for Setup {
             path_mtu: 1500,
             config: PlaneConfig::default(),
             suite: Suite::Aes256Gcm,
+            endpoint: false,
         }
     }
 }
@@ -105,6 +113,29 @@ fn side(here: usize, there: usize) -> Side {
     } else {
         Side::Listener
     }
+}
+
+/// Binds QUIC's endpoint inside a namespace.
+fn endpoint(namespace: &Namespace, address: SocketAddr) -> (Endpoint, Runtime, TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let identity = Identity::load_or_create(folder.path()).unwrap();
+    let trust = TrustStore::open(&folder.path().join(TRUST_FILE)).unwrap();
+    let hello = Hello {
+        version_min: 1,
+        version_max: 1,
+        software: "longhaul test".to_owned(),
+        incarnation: None,
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let bound = namespace.enter(|| {
+        let _inside = runtime.enter();
+        Endpoint::bind(EndpointConfig::new(address, hello), identity, trust)
+    });
+    (bound.unwrap().unwrap(), runtime, folder)
 }
 
 impl World {
@@ -135,7 +166,7 @@ impl World {
             stations: Vec::new(),
         };
         for host in 0..setup.hosts {
-            let host = world.host(host, setup.path_mtu, config(host));
+            let host = world.host(host, setup, config(host));
             world.hosts.push(host);
         }
         for one in 0..setup.hosts {
@@ -153,7 +184,8 @@ impl World {
         world
     }
 
-    fn host(&self, number: usize, path_mtu: u32, config: PlaneConfig) -> Host {
+    fn host(&self, number: usize, setup: &Setup, config: PlaneConfig) -> Host {
+        let path_mtu = setup.path_mtu;
         let namespace = Namespace::create(&format!("{}-h{number}", self.name)).unwrap();
         let port = format!("p{number}");
         self.between
@@ -170,20 +202,40 @@ impl World {
                 address.ip()
             ))
             .unwrap();
-        let udp = namespace.enter(|| Udp::bind(address)).unwrap().unwrap();
+        let mut plain = address;
+        plain.set_port(PORT + u16::from(setup.endpoint));
+        let udp = namespace.enter(|| Udp::bind(plain)).unwrap().unwrap();
+        let id = id(number);
+        if setup.endpoint {
+            let (endpoint, runtime, folder) = endpoint(&namespace, address);
+            let outlet = endpoint.plane_socket();
+            let (plane, inbox, outputs) = Plane::new(config, outlet, id).unwrap();
+            endpoint.set_datagrams(Some(Box::new(inbox)));
+            return Host {
+                id,
+                namespace,
+                plane,
+                udp,
+                outputs,
+                address,
+                receiver: None,
+                endpoint: Some((endpoint, runtime, folder)),
+            };
+        }
         let outlet = UdpOutlet(udp.clone());
-        let (plane, inbox, outputs) = Plane::new(config, outlet, id(number)).unwrap();
+        let (plane, inbox, outputs) = Plane::new(config, outlet, id).unwrap();
         let (stop, stopped) = UnixStream::pair().unwrap();
         let socket = udp.clone();
         let receiver = std::thread::spawn(move || receive(&socket, inbox, &stopped));
         Host {
-            id: id(number),
+            id,
             namespace,
             plane,
             udp,
             outputs,
             address,
             receiver: Some((stop, receiver)),
+            endpoint: None,
         }
     }
 
@@ -321,6 +373,9 @@ impl Drop for World {
             if let Some((stop, receiver)) = host.receiver.take() {
                 drop(stop);
                 let _ = receiver.join();
+            }
+            if let Some((endpoint, ..)) = &host.endpoint {
+                endpoint.set_datagrams(None);
             }
             let name = host.namespace.name().to_owned();
             drop(host);
