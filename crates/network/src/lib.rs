@@ -3,4 +3,6 @@
 //!
 //! `docs/decisions/0043-networks-in-the-agent.md` has the design.
 
+pub mod plane;
 pub mod reach;
+pub mod tap;

@@ -13,6 +13,8 @@ pub enum Reason {
     BadSource,
     /// It is for the link only: 01:80:C2:00:00:0X.
     LinkLocal,
+    /// Its VLAN is none of the network.
+    Vlan,
     /// Its source is pinned to another port.
     Spoofed,
     /// Its source is not pinned to its port, which may send from its own addresses only.

@@ -11,11 +11,13 @@ mod learn;
 mod neighbours;
 mod port;
 mod table;
+mod vlans;
 
 pub use addresses::KnownAddress;
 pub use announce::{Announcement, Redirect};
 pub use counters::{Counters, Reason};
 pub use port::{Behind, Destinations, PortConfig, PortId};
+pub use vlans::{VLAN_MAX, Vlans};
 
 use crate::address::Mac;
 use crate::ethernet::{BadFrame, Ethernet, TYPE_ARP, TYPE_IPV6};
@@ -184,6 +186,7 @@ pub struct Switch {
     /// Guests that left this host, in every VLAN.
     moved: HashMap<u64, Moved, Keyed>,
     addresses: Addresses,
+    vlans: Vlans,
     outputs: VecDeque<Output>,
     counters: Counters,
 }
@@ -212,6 +215,7 @@ impl Switch {
                 config.addresses_per_mac_max,
                 config.address_age,
             ),
+            vlans: Vlans::all(),
             outputs: VecDeque::new(),
             counters: Counters::default(),
         }
@@ -235,6 +239,11 @@ impl Switch {
             return Err(SwitchError::TooManyPorts);
         }
         Ok(self.ports.add(behind, config))
+    }
+
+    /// Sets the VLANs that frames may belong to: all of them at first.
+    pub fn set_vlans(&mut self, vlans: Vlans) {
+        self.vlans = vlans;
     }
 
     /// Removes a port, with the addresses behind it. Returns `false` if there is no such port.
@@ -276,6 +285,12 @@ impl Switch {
     /// Returns the numbers of learned MAC addresses and of known IP addresses.
     pub fn sizes(&self) -> (usize, usize) {
         (self.table.len(), self.addresses.len())
+    }
+
+    /// Whether [`Self::poll`] has an output.
+    #[inline]
+    pub fn has_outputs(&self) -> bool {
+        !self.outputs.is_empty()
     }
 
     /// Takes the next output. Call it after each other call until there is none.
@@ -343,6 +358,9 @@ impl Switch {
             return Err(Reason::LinkLocal);
         }
         let vlan = frame.vlan();
+        if !self.vlans.has(vlan) {
+            return Err(Reason::Vlan);
+        }
         match self.pinned.get(&frame.from.number()) {
             Some(pinned) if pinned.port == from => {}
             // Sent before the guest moved here: forwarded, and not learned.

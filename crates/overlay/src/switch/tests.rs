@@ -73,6 +73,22 @@ fn unknown_addresses_are_replicated_and_known_ones_are_not() {
 }
 
 #[test]
+fn frames_of_other_vlans_are_dropped_from_both_sides() {
+    let mut net = net();
+    let Net { x, y, one, two, .. } = net;
+    let mut vlans = Vlans::untagged();
+    vlans.insert(7, 7);
+    net.switch.set_vlans(vlans);
+    for (from, to) in [(x, vec![y, one, two]), (one, vec![x, y])] {
+        assert_eq!(net.send(T, from, &frame(Mac::BROADCAST, A, 8, b"")), []);
+        assert_eq!(net.send(T, from, &frame(Mac::BROADCAST, A, 7, b"")), to);
+        assert_eq!(net.send(T, from, &frame(Mac::BROADCAST, A, 0, b"")), to);
+    }
+    assert_eq!(net.dropped(Reason::Vlan), 2);
+    assert_eq!(net.switch.sizes().0, 2, "what is dropped is not learned");
+}
+
+#[test]
 fn each_vlan_learns_by_itself() {
     let mut net = net();
     let Net { x, y, one, two, .. } = net;
