@@ -30,6 +30,7 @@ mod mux;
 mod probe;
 mod quic;
 mod rate;
+mod rendezvous;
 mod road;
 mod stun;
 mod tls;
@@ -46,17 +47,23 @@ pub use endpoint::{
     MESSAGES_BYTES_PER_PEER_MAX,
 };
 pub use error::{BulkError, ChannelError, CloseCode, ConnectError, LinkError};
+pub use files::write_atomic;
 pub use hello::{
     HELLO_BODY_BYTES_MAX, HELLO_MAGIC, Hello, HelloError, Incompatible, SOFTWARE_BYTES_MAX,
 };
 pub use identity::{Identity, IdentityError, KEY_FILE};
 pub use mux::{DatagramKind, DroppedDatagrams, keep_quic};
 pub use probe::{PROBE_TIME_MAX, ProbeConfig, ProbeError, ProbeReport, ProbeSample};
+pub use rendezvous::{
+    Received, Relay, RelaySender, RendezvousConfig, RendezvousHandle, RendezvousLink,
+    RendezvousProtocol, RendezvousReceiver, RendezvousSender, RendezvousServer, TcpFrames,
+    TcpFramesError, frame_header,
+};
 pub use stun::{
     BindingAnswer, BindingError, BindingRequest, Reflexive, ReflexiveError, STUN_ANSWER_BYTES_MAX,
     STUN_BYTES_MAX, StunError, TransactionId, binding_answer,
 };
 pub use trust::{
-    ADDRESSES_MAX, Permission, Scope, TRUST_FILE, TRUSTED_HOSTS_MAX, TrustError, TrustStore,
-    TrustedHost,
+    ADDRESSES_MAX, NameCollision, Permission, Scope, TRUST_FILE, TRUSTED_HOSTS_MAX, TrustError,
+    TrustStore, TrustedHost,
 };

@@ -24,6 +24,8 @@ pub(super) struct RealmState {
     joining: BTreeMap<TokenId, HostId>,
     /// The highest version that is being written.
     version_writing: u64,
+    /// Who gave a version that is being written already, and waits for the answer.
+    givers: Vec<ConnId>,
 }
 
 /// What waits for a write.
@@ -54,6 +56,7 @@ impl RealmState {
             unsure: BTreeSet::new(),
             joining: BTreeMap::new(),
             version_writing: 0,
+            givers: Vec::new(),
         }
     }
 
@@ -96,9 +99,12 @@ impl Server {
                 self.persist(record, Write::Ruleset(Box::new(verified), conn));
             }
             // A host that has an older one gets the newer one when it registers.
-            Ok(_) | Err(RulesetError::NotNewer(NotNewer::Same { .. } | NotNewer::Older { .. })) => {
-                self.answer_giver(id, conn);
+            Err(RulesetError::NotNewer(NotNewer::Same { .. } | NotNewer::Older { .. })) => {
+                if let Some(conn) = conn {
+                    self.answer_giver(id, conn, true);
+                }
             }
+            Ok(_) => state.givers.extend(conn),
             Err(error) => {
                 self.counters.documents += 1;
                 if let Some(conn) = conn {
@@ -111,11 +117,17 @@ impl Server {
 
     /// Who gave a ruleset without being registered is an operator: it gets the one in force, as the
     /// answer, and the enrolments, which the next version may settle.
-    fn answer_giver(&mut self, realm: RealmId, conn: Option<ConnId>) {
-        let unregistered = |conn: &ConnId| self.conns.get(conn).is_some_and(|c| c.realm.is_none());
-        let (Some(conn), Some(state)) = (conn.filter(unregistered), self.realms.get(&realm)) else {
+    fn answer_giver(&mut self, realm: RealmId, conn: ConnId, durable: bool) {
+        let registered = self
+            .conns
+            .get(&conn)
+            .is_none_or(|conn| conn.realm.is_some());
+        let Some(state) = self.realms.get(&realm).filter(|_| !registered) else {
             return;
         };
+        if !durable {
+            return self.storage_fails(conn, 0);
+        }
         let enrolments = ToHost::Enrolments(state.enrolments());
         if let Some(ruleset) = state.membership.verified() {
             let ruleset = ToHost::Ruleset(ruleset.signed().clone());
@@ -188,9 +200,10 @@ impl Server {
             Some(Write::Ruleset(ruleset, conn)) => {
                 let realm = ruleset.content().realm;
                 self.install(now, *ruleset, durable);
-                match conn {
-                    Some(conn) if !durable => self.storage_fails(conn, 0),
-                    conn => self.answer_giver(realm, conn),
+                let state = self.realms.get_mut(&realm);
+                let waiting = state.map(|state| std::mem::take(&mut state.givers));
+                for giver in waiting.into_iter().flatten().chain(conn) {
+                    self.answer_giver(realm, giver, durable);
                 }
             }
             Some(Write::Enrolment(enrolment, conn)) if durable => {

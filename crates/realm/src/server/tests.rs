@@ -576,3 +576,31 @@ fn floods_and_crowds_end_at_their_limits() {
     ));
     assert_eq!(server.counters().limited, 2);
 }
+
+#[test]
+fn an_operator_gets_the_ruleset_in_force_when_it_is_durable() {
+    let mut server = server(200);
+    let (one, two) = (connect(&mut server, 90, 1), connect(&mut server, 91, 1));
+    let mut next = rules();
+    next.version = 2;
+    let next = signed(&next).signed().clone();
+    say(&mut server, one, ToServer::Ruleset(next.clone()));
+    let write = match &actions(&mut server)[..] {
+        [Action::Persist(write, Record::Ruleset(_))] => *write,
+        other => panic!("{other:?}"),
+    };
+    // While it is written, nobody is answered; then everybody who gave it is.
+    say(&mut server, two, ToServer::Ruleset(next.clone()));
+    assert!(actions(&mut server).is_empty());
+    server.handle(at(0), Input::Persisted(write));
+    let answer = |conn| {
+        [
+            (conn, ToHost::Enrolments(Vec::new())),
+            (conn, ToHost::Ruleset(next.clone())),
+        ]
+    };
+    assert_eq!(sent(&mut server), [answer(two), answer(one)].concat());
+    let old = signed(&rules()).signed().clone();
+    say(&mut server, one, ToServer::Ruleset(old));
+    assert_eq!(sent(&mut server), answer(one));
+}
