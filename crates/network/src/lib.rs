@@ -2,3 +2,5 @@
 //! to other hosts, and the host's side of its realm.
 //!
 //! `docs/decisions/0043-networks-in-the-agent.md` has the design.
+
+pub mod member;
