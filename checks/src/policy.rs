@@ -245,7 +245,7 @@ pub const LICENCES: [&str; 9] = [
 pub const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
 /// Packages that may be built in several versions at once, and the reasons.
-pub const DUPLICATES: [(&str, &str); 7] = [
+pub const DUPLICATES: [(&str, &str); 8] = [
     (
         "cpufeatures",
         "blake3 and the generators of random numbers moved at different times",
@@ -259,6 +259,10 @@ pub const DUPLICATES: [(&str, &str); 7] = [
     (
         "getrandom",
         "ring, rustls' parts and proptest moved at different times",
+    ),
+    (
+        "hashbrown",
+        "rusqlite's cache of statements uses an earlier one than toml",
     ),
     ("syn", "macro packages are moving to version 3"),
     ("synstructure", "of macro packages that use either syn"),

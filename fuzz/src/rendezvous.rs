@@ -1,5 +1,5 @@
 //! Fuzzes what hosts, servers and strangers may send in a realm: messages, rulesets, tokens,
-//! admissions and relayed datagrams. The result is something that encodes to the same, or an error.
+//! enrolments and relayed datagrams. The result is something that encodes to the same, or an error.
 
 use longhaul_realm::membership::Membership;
 use longhaul_realm::protocol::{Broker, Gossip, ToHost, ToServer};
@@ -48,10 +48,10 @@ fn judge(data: &[u8]) {
                 assert_eq!(realm.version(), version);
             }
         }
-        Ok(Gossip::Admissions(admissions)) => {
-            for admission in admissions {
-                let mut realm = Membership::new(admission.authorisation.key.realm());
-                let _ = realm.admit(&admission, now_s);
+        Ok(Gossip::Enrolments(enrolments)) => {
+            for enrolment in enrolments {
+                let mut realm = Membership::new(enrolment.authorisation.key.realm());
+                let _ = realm.enrol(&enrolment, now_s);
                 assert!(realm.members(now_s).is_empty(), "there is no ruleset");
             }
         }

@@ -3,9 +3,9 @@
 use crate::operation::{Method, Operation};
 use crate::{
     ANSWER_BYTES_MAX, ApiError, AttachGuest, DiscoveredGuests, EVENT_LINE_BYTES_MAX, Event, Guest,
-    Guests, Host, Limit, Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult, Progress,
-    ReclaimGuest, Report, Resolve, StartGuest, StartMigration, StopGuest, TrackedWrites, Trust,
-    TrustedHost, TrustedHosts, WATCH_LINE_BYTES_MAX, What,
+    Guests, Host, JoinRealm, Limit, Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult,
+    Progress, RealmStatus, ReclaimGuest, Report, Resolve, StartGuest, StartMigration, StopGuest,
+    TrackedWrites, Trust, TrustedHost, TrustedHosts, WATCH_LINE_BYTES_MAX, What,
 };
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -172,6 +172,25 @@ impl Client {
     pub async fn probe(&self, host: &str, probe: &Probe) -> Result<ProbeResult, ClientError> {
         self.send(Operation::ProbeHost, host, probe, WORK_WAIT)
             .await
+    }
+
+    /// Returns the realm of the agent's host.
+    pub async fn realm(&self) -> Result<RealmStatus, ClientError> {
+        self.get(Operation::GetRealm, "").await
+    }
+
+    /// Joins a realm.
+    pub async fn join_realm(&self, join: &JoinRealm) -> Result<RealmStatus, ClientError> {
+        self.send(Operation::JoinRealm, "", join, WORK_WAIT).await
+    }
+
+    /// Forgets the realm.
+    pub async fn leave_realm(&self) -> Result<(), ClientError> {
+        let request = self.request(Operation::LeaveRealm, "", Bytes::new())?;
+        timeout(ANSWER_WAIT, self.exchange(request))
+            .await
+            .map_err(|_| self.silent(ANSWER_WAIT))?
+            .map(|_| ())
     }
 
     /// Returns the guests of the agent's host.

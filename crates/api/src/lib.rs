@@ -18,6 +18,7 @@ pub mod migration;
 pub mod openapi;
 pub mod operation;
 pub mod plan;
+pub mod realm;
 pub mod report;
 pub mod tracked_writes;
 
@@ -42,6 +43,9 @@ pub use migration::{
 pub use openapi::{openapi, openapi_text};
 pub use operation::{Method, Operation};
 pub use plan::{Check, Plan, PlanRequest, Prediction, Verdict};
+pub use realm::{
+    JoinRealm, Realm, RealmMember, RealmNetwork, RealmServer, RealmStanding, RealmStatus,
+};
 pub use report::{
     BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,
     KeptMemoryReport, PhaseTime, Report, VerifyResult,

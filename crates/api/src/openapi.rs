@@ -2,10 +2,10 @@
 
 use crate::operation::Operation;
 use crate::{
-    ApiError, AttachGuest, DiscoveredGuests, ErrorCode, Event, Guest, Guests, Host, Limit,
-    Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest, Report,
-    Resolve, StartGuest, StartMigration, StopGuest, TrackedWrites, Trust, TrustedHost,
-    TrustedHosts,
+    ApiError, AttachGuest, DiscoveredGuests, ErrorCode, Event, Guest, Guests, Host, JoinRealm,
+    Limit, Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult, Progress, RealmStatus,
+    ReclaimGuest, Report, Resolve, StartGuest, StartMigration, StopGuest, TrackedWrites, Trust,
+    TrustedHost, TrustedHosts,
 };
 use schemars::generate::{SchemaGenerator, SchemaSettings};
 use schemars::{JsonSchema, Schema};
@@ -77,6 +77,18 @@ fn describe(operation: Operation) -> Description {
         Operation::ProbeHost => new("probeHost", "Measure the link to a trusted host")
             .may_take::<Probe>()
             .gives::<ProbeResult>("What was measured."),
+        Operation::GetRealm => {
+            new("getRealm", "The realm of this host").gives::<RealmStatus>("The realm, or null.")
+        }
+        Operation::JoinRealm => new("joinRealm", "Join a realm with a one-time token")
+            .takes::<JoinRealm>()
+            .gives::<RealmStatus>("This host is a member, and registered at a server.")
+            .status(201),
+        Operation::LeaveRealm => new(
+            "leaveRealm",
+            "Forget the realm; its operator removes this host from the ruleset",
+        )
+        .status(204),
         Operation::ListGuests => {
             new("listGuests", "The guests of this host").gives::<Guests>("The guests, by name.")
         }

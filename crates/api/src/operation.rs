@@ -38,6 +38,12 @@ pub enum Operation {
     ForgetHost,
     /// Measures the link to a trusted host.
     ProbeHost,
+    /// Returns the realm of this host.
+    GetRealm,
+    /// Joins a realm with a token.
+    JoinRealm,
+    /// Forgets the realm of this host.
+    LeaveRealm,
     /// Returns the guests of this host.
     ListGuests,
     /// Returns one guest.
@@ -88,12 +94,15 @@ pub enum Operation {
 
 impl Operation {
     /// All operations.
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 31] = [
         Self::GetHost,
         Self::ListHosts,
         Self::TrustHost,
         Self::ForgetHost,
         Self::ProbeHost,
+        Self::GetRealm,
+        Self::JoinRealm,
+        Self::LeaveRealm,
         Self::ListGuests,
         Self::GetGuest,
         Self::StartGuest,
@@ -159,6 +168,9 @@ impl Operation {
             Self::TrustHost => (Post, "/v1/hosts"),
             Self::ForgetHost => (Delete, "/v1/hosts/{host}"),
             Self::ProbeHost => (Post, "/v1/hosts/{host}/probe"),
+            Self::GetRealm => (Get, "/v1/realm"),
+            Self::JoinRealm => (Post, "/v1/realm"),
+            Self::LeaveRealm => (Delete, "/v1/realm"),
             Self::ListGuests => (Get, "/v1/guests"),
             Self::GetGuest => (Get, "/v1/guests/{guest}"),
             Self::StartGuest => (Post, "/v1/guests"),

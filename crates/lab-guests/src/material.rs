@@ -22,8 +22,8 @@ const OVMF_VARS: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 /// Firmware of QEMU's own packages.
 const SEABIOS: &str = "/usr/share/seabios/bios-256k.bin";
 
-/// What a placeholder of an image below that of a disk has after the disk's: `{DISK1_BELOW0}` is the
-/// lowest one.
+/// What a placeholder of an image below that of a disk has after the disk's: `{DISK1_BELOW0}` is
+/// the lowest one.
 const BELOW: &str = "_BELOW";
 
 const MIB: u64 = 1 << 20;
@@ -198,8 +198,8 @@ impl Material {
         Ok(())
     }
 
-    /// Makes an image the last one of a chain. What it has becomes the content of the first one, and
-    /// each image has something of its own.
+    /// Makes an image the last one of a chain. What it has becomes the content of the first one,
+    /// and each image has something of its own.
     fn overlays(
         &mut self,
         stage: &Stage,

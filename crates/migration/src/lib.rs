@@ -296,6 +296,11 @@ impl Manager {
         .collect()
     }
 
+    /// Returns the connections of this host.
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.context.endpoint
+    }
+
     /// Closes all connections with a host that is no longer trusted.
     pub fn disconnect(&self, host: HostId) {
         let reason = "this host is no longer trusted";

@@ -3,6 +3,7 @@
 //!
 //! `docs/decisions/0043-networks-in-the-agent.md` has the design.
 
+pub mod member;
 pub mod plane;
 pub mod reach;
 pub mod tap;

@@ -8,8 +8,8 @@ use crate::hardware::Hardware;
 use crate::port::Port;
 use serde::{Deserialize, Serialize};
 
-/// The beginning of the settings that say what a disk is an overlay of: `backing.vda` is the name of
-/// a read-only disk that no device has.
+/// The beginning of the settings that say what a disk is an overlay of: `backing.vda` is the name
+/// of a read-only disk that no device has.
 pub const BACKING: &str = "backing.";
 
 /// A guest as its administrator describes it, in TOML, and as a peer receives it.

@@ -37,13 +37,15 @@ pub const VERSION_OF_HELD_FRAMES: u16 = 3;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
     /// Longer than any message may be.
-    #[error("a message of {bytes} bytes is over the limit of {CONTROL_MESSAGE_BYTES_MAX}")]
+    #[error("a message of {bytes} bytes is over the limit of {limit}")]
     TooLong {
         /// Its length.
         bytes: usize,
+        /// The limit.
+        limit: usize,
     },
-    /// Not a message of this version.
-    #[error("not a message of version {VERSION}: {0}")]
+    /// Not a message of a version that this program speaks.
+    #[error("not a message of a known version: {0}")]
     Malformed(String),
     /// Bytes after the message's end.
     #[error("{bytes} bytes follow the end of a message")]
@@ -61,8 +63,11 @@ pub enum WireError {
     },
 }
 
-/// A message type between agents.
+/// A message type: between agents, or of another protocol with the same encoding.
 pub trait Message: Serialize + DeserializeOwned {
+    /// Most bytes of a message.
+    const BYTES_MAX: usize = CONTROL_MESSAGE_BYTES_MAX;
+
     /// Checks the limits of the format.
     fn check(&self) -> Result<(), WireError>;
 }
@@ -72,17 +77,13 @@ pub fn encode<M: Message>(message: &M) -> Result<Vec<u8>, WireError> {
     message.check()?;
     let bytes =
         postcard::to_stdvec(message).map_err(|error| WireError::Malformed(error.to_string()))?;
-    if bytes.len() > CONTROL_MESSAGE_BYTES_MAX {
-        return Err(WireError::TooLong { bytes: bytes.len() });
-    }
+    within_limit::<M>(bytes.len())?;
     Ok(bytes)
 }
 
 /// Parses a message.
 pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, WireError> {
-    if bytes.len() > CONTROL_MESSAGE_BYTES_MAX {
-        return Err(WireError::TooLong { bytes: bytes.len() });
-    }
+    within_limit::<M>(bytes.len())?;
     let (message, rest) = postcard::take_from_bytes::<M>(bytes)
         .map_err(|error| WireError::Malformed(error.to_string()))?;
     if !rest.is_empty() {
@@ -92,7 +93,16 @@ pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, WireError> {
     Ok(message)
 }
 
-fn limit(what: &'static str, value: u64, limit: u64) -> Result<(), WireError> {
+fn within_limit<M: Message>(bytes: usize) -> Result<(), WireError> {
+    let limit = M::BYTES_MAX;
+    match bytes <= limit {
+        true => Ok(()),
+        false => Err(WireError::TooLong { bytes, limit }),
+    }
+}
+
+/// Checks a quantity of a message against its limit.
+pub fn limit(what: &'static str, value: u64, limit: u64) -> Result<(), WireError> {
     if value <= limit {
         Ok(())
     } else {

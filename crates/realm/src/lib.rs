@@ -5,20 +5,20 @@
 //!
 //! ```text
 //! operator ── ruleset, signed ──▶ rendezvous ── pushed ──▶ host ── gossip ──▶ host
-//!     └────── token, signed ──▶ new host ── admission ──▶ rendezvous ──▶ hosts
+//!     └────── token, signed ──▶ new host ── enrolment ──▶ rendezvous ──▶ hosts
 //! ```
 //!
 //! - [`key`], [`signed`]: keys, signatures, documents that are carried as they were signed.
 //! - [`ruleset`]: who is a member, which networks exist, which servers serve the realm.
-//! - [`admission`], [`token`]: how a host joins without the realm's key at hand.
-//! - [`membership`]: what a host concludes from a ruleset and admissions.
+//! - [`enrolment`], [`token`]: how a host joins without the realm's key at hand.
+//! - [`membership`]: what a host concludes from a ruleset and enrolments.
 //! - [`protocol`], [`wire`], [`relay`]: the messages and their bytes.
 //! - [`server`], [`member`]: the state machines of both sides.
 //!
 //! This crate is a core: it opens no socket, reads no file and no clock. `docs/rendezvous.md` is
 //! the normative page, and decision 0042 has the reasons.
 
-pub mod admission;
+pub mod enrolment;
 pub mod key;
 pub mod limits;
 pub mod member;

@@ -45,10 +45,10 @@ pub const AUTHORISATION_BYTES_MAX: usize = 1024;
 pub const TOKEN_NETWORKS_MAX: usize = 16;
 /// Longest text of a token, in characters.
 pub const TOKEN_CHARS_MAX: usize = 4096;
-/// Most tokens with admissions that a host or server remembers for one realm.
-pub const ADMITTED_TOKENS_MAX: usize = 256;
-/// Most admissions in one message.
-pub const ADMISSIONS_MAX: usize = 2 * ADMITTED_TOKENS_MAX;
+/// Most tokens with enrolments that a host or server remembers for one realm.
+pub const ENROLLED_TOKENS_MAX: usize = 256;
+/// Most enrolments in one message.
+pub const ENROLMENTS_MAX: usize = 2 * ENROLLED_TOKENS_MAX;
 /// Most candidates of a host in one message.
 pub const CANDIDATES_MAX: usize = 16;
 /// Most networks that a host reports as present.

@@ -1,11 +1,11 @@
-//! Owns what a host or server concludes from a ruleset and admissions: who is a member now.
+//! Owns what a host or server concludes from a ruleset and enrolments: who is a member now.
 //!
 //! The result depends only on what the realm's key and tokens signed, and on the wall clock. Two
 //! hosts with the same documents agree, in whichever order they saw them.
 
-use crate::admission::{Admission, AdmissionError, TokenId, VerifiedAdmission};
+use crate::enrolment::{Enrolment, EnrolmentError, TokenId, VerifiedEnrolment};
 use crate::key::{RealmId, sha256};
-use crate::limits::{ADMITTED_TOKENS_MAX, CLOCK_TOLERANCE_S, EXPIRED_GRACE_S};
+use crate::limits::{CLOCK_TOLERANCE_S, ENROLLED_TOKENS_MAX, EXPIRED_GRACE_S};
 use crate::ruleset::{NetworkId, NotNewer, Ruleset, Scope, SignedRuleset, VerifiedRuleset};
 use crate::signed::DocumentError;
 use longhaul_protocol::HostId;
@@ -16,8 +16,8 @@ use std::collections::BTreeMap;
 pub struct Membership {
     realm: RealmId,
     ruleset: Option<VerifiedRuleset>,
-    /// By token: one admission, or two that prove that the token was used twice.
-    admissions: BTreeMap<TokenId, Vec<VerifiedAdmission>>,
+    /// By token: one enrolment, or two that prove that the token was used twice.
+    enrolments: BTreeMap<TokenId, Vec<VerifiedEnrolment>>,
 }
 
 /// A member, from the ruleset or by a token.
@@ -58,7 +58,7 @@ impl Standing {
 /// Why a host is not a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Why {
-    /// Nothing admits it.
+    /// Neither a ruleset nor an enrolment names it.
     #[error("the realm does not list this host")]
     Unknown,
     /// The realm removed it.
@@ -71,7 +71,7 @@ pub enum Why {
     #[error("the realm's ruleset has ended: sign a new version")]
     Ended,
     /// Its token was used by two hosts.
-    #[error("two hosts joined with one token: neither is admitted until the operator lists one")]
+    #[error("two hosts joined with one token: neither is a member until the operator lists one")]
     TokenUsedTwice,
     /// Its token was revoked.
     #[error("the token of this host was revoked")]
@@ -108,18 +108,18 @@ pub enum RulesetError {
     NotNewer(#[from] NotNewer),
 }
 
-/// Why an admission is not kept.
+/// Why an enrolment is not kept.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum AdmitError {
+pub enum EnrolError {
     /// It is not accepted at all.
     #[error(transparent)]
-    Admission(#[from] AdmissionError),
-    /// It admits nobody under the ruleset in force.
+    Enrolment(#[from] EnrolmentError),
+    /// It enrols nobody under the ruleset in force.
     #[error("{0}")]
     Void(Why),
     /// Too many tokens wait for the operator.
     #[error(
-        "{ADMITTED_TOKENS_MAX} hosts joined by tokens and are in no ruleset: sign a new version"
+        "{ENROLLED_TOKENS_MAX} hosts joined by tokens and are in no ruleset: sign a new version"
     )]
     Full,
 }
@@ -130,7 +130,7 @@ impl Membership {
         Self {
             realm,
             ruleset: None,
-            admissions: BTreeMap::new(),
+            enrolments: BTreeMap::new(),
         }
     }
 
@@ -158,7 +158,7 @@ impl Membership {
     ///
     /// A time of issue in the future does not matter: the version orders rulesets, and a host whose
     /// clock is behind must not miss a removal. Nor does an end in the past, for the same reason:
-    /// it admits nobody.
+    /// it makes nobody a member.
     pub fn judge(&self, ruleset: &SignedRuleset) -> Result<VerifiedRuleset, RulesetError> {
         let verified = ruleset.verify(self.realm)?;
         verified.replaces(self.ruleset.as_ref())?;
@@ -179,22 +179,22 @@ impl Membership {
         }
     }
 
-    /// Verifies an admission and keeps it. Returns whether it is new.
+    /// Verifies an enrolment and keeps it. Returns whether it is new.
     ///
     /// The second host of a token is kept too, as proof that the token was used twice: then neither
     /// is a member. A third one changes nothing.
-    pub fn admit(&mut self, admission: &Admission, unix_s: u64) -> Result<bool, AdmitError> {
-        let verified = admission.verify(self.realm)?;
+    pub fn enrol(&mut self, enrolment: &Enrolment, unix_s: u64) -> Result<bool, EnrolError> {
+        let verified = enrolment.verify(self.realm)?;
         if let Some(why) = self.void(&verified, unix_s) {
-            return Err(AdmitError::Void(why));
+            return Err(EnrolError::Void(why));
         }
         self.prune(unix_s);
-        if self.admissions.len() >= ADMITTED_TOKENS_MAX
-            && !self.admissions.contains_key(&verified.token())
+        if self.enrolments.len() >= ENROLLED_TOKENS_MAX
+            && !self.enrolments.contains_key(&verified.token())
         {
-            return Err(AdmitError::Full);
+            return Err(EnrolError::Full);
         }
-        let of_token = self.admissions.entry(verified.token()).or_default();
+        let of_token = self.enrolments.entry(verified.token()).or_default();
         let known = of_token.iter().any(|other| other.host() == verified.host());
         if known || of_token.len() >= 2 {
             return Ok(false);
@@ -203,24 +203,24 @@ impl Membership {
         Ok(true)
     }
 
-    /// Returns the admissions that are not settled by the ruleset, by token.
-    pub fn admissions(&self) -> impl Iterator<Item = &VerifiedAdmission> {
-        self.admissions.values().flatten()
+    /// Returns the enrolments that are not settled by the ruleset, by token.
+    pub fn enrolments(&self) -> impl Iterator<Item = &VerifiedEnrolment> {
+        self.enrolments.values().flatten()
     }
 
     /// Returns the host that used a token, if exactly one is known.
     pub fn user_of(&self, token: TokenId) -> Option<HostId> {
-        match self.admissions.get(&token).map(Vec::as_slice) {
+        match self.enrolments.get(&token).map(Vec::as_slice) {
             Some([only]) => Some(only.host()),
             _ => None,
         }
     }
 
-    /// Returns a digest of the admissions: two hosts with the same ones have the same digest. Which
+    /// Returns a digest of the enrolments: two hosts with the same ones have the same digest. Which
     /// two of several users of a token are known does not matter.
-    pub fn admissions_digest(&self) -> u64 {
+    pub fn enrolments_digest(&self) -> u64 {
         let mut bytes = Vec::new();
-        for (token, of_token) in &self.admissions {
+        for (token, of_token) in &self.enrolments {
             bytes.extend(token.0);
             match of_token.as_slice() {
                 [only] => bytes.extend(only.host().0),
@@ -272,11 +272,11 @@ impl Membership {
         let ruleset = self.ruleset()?;
         let listed = ruleset.hosts.iter().filter(|host| host.name == name);
         let pending = self
-            .admissions()
-            .filter(|admission| admission.authorisation().name == name);
+            .enrolments()
+            .filter(|enrolment| enrolment.authorisation().name == name);
         let mut ids = listed
             .map(|host| host.id)
-            .chain(pending.map(VerifiedAdmission::host));
+            .chain(pending.map(VerifiedEnrolment::host));
         ids.find(|id| !matches!(self.standing(*id, unix_s), Standing::Stranger(_)))
     }
 
@@ -286,7 +286,7 @@ impl Membership {
             return Vec::new();
         };
         let listed = ruleset.hosts.iter().map(|host| host.id);
-        let mut pending: Vec<HostId> = self.admissions().map(VerifiedAdmission::host).collect();
+        let mut pending: Vec<HostId> = self.enrolments().map(VerifiedEnrolment::host).collect();
         pending.retain(|id| ruleset.host(*id).is_none());
         pending.sort_unstable();
         pending.dedup();
@@ -297,10 +297,10 @@ impl Membership {
         listed.chain(pending).filter_map(standing).collect()
     }
 
-    /// The reason why an admission is worth nothing under the ruleset in force.
-    fn void(&self, admission: &VerifiedAdmission, unix_s: u64) -> Option<Why> {
-        let authorisation = admission.authorisation();
-        let (host, token) = (admission.host(), admission.token());
+    /// The reason why an enrolment is worth nothing under the ruleset in force.
+    fn void(&self, enrolment: &VerifiedEnrolment, unix_s: u64) -> Option<Why> {
+        let authorisation = enrolment.authorisation();
+        let (host, token) = (enrolment.host(), enrolment.token());
         let confirm_s = authorisation.confirm_s;
         if unix_s > confirm_s.saturating_add(CLOCK_TOLERANCE_S) {
             return Some(Why::Unconfirmed);
@@ -322,15 +322,15 @@ impl Membership {
     /// A member that is in no ruleset.
     fn by_token(&self, ruleset: &Ruleset, host: HostId, unix_s: u64) -> Result<Member, Why> {
         let mut refused = Why::Unknown;
-        for of_token in self.admissions.values() {
-            let Some(admission) = of_token.iter().find(|admission| admission.host() == host) else {
+        for of_token in self.enrolments.values() {
+            let Some(enrolment) = of_token.iter().find(|enrolment| enrolment.host() == host) else {
                 continue;
             };
-            let authorisation = admission.authorisation();
+            let authorisation = enrolment.authorisation();
             let same = |name: &str| name.eq_ignore_ascii_case(&authorisation.name);
-            let others = self.admissions().filter(|other| other.host() != host);
+            let others = self.enrolments().filter(|other| other.host() != host);
             let mut others = others.filter(|other| self.void(other, unix_s).is_none());
-            if let Some(why) = self.void(admission, unix_s) {
+            if let Some(why) = self.void(enrolment, unix_s) {
                 refused = why;
             } else if of_token.len() > 1 {
                 refused = Why::TokenUsedTwice;
@@ -354,16 +354,16 @@ impl Membership {
         Err(refused)
     }
 
-    /// Forgets admissions that admit nobody any more.
+    /// Forgets enrolments that enrol nobody any more.
     fn prune(&mut self, unix_s: u64) {
-        let admissions = std::mem::take(&mut self.admissions);
-        let lives = |of_token: &Vec<VerifiedAdmission>| {
+        let enrolments = std::mem::take(&mut self.enrolments);
+        let lives = |of_token: &Vec<VerifiedEnrolment>| {
             of_token
                 .iter()
-                .any(|admission| self.void(admission, unix_s).is_none())
+                .any(|enrolment| self.void(enrolment, unix_s).is_none())
         };
-        let kept = admissions.into_iter().filter(|(_, some)| lives(some));
-        self.admissions = kept.collect();
+        let kept = enrolments.into_iter().filter(|(_, some)| lives(some));
+        self.enrolments = kept.collect();
     }
 }
 

@@ -3,7 +3,7 @@
 //! ```text
 //! host a1              server A            server B              host b1
 //!   Register ------------>                    <------------ Register
-//!   <----------- Registered, Ruleset, Admissions (and to b1)
+//!   <----------- Registered, Ruleset, Enrolments (and to b1)
 //!   Introduce(b1) ------->  Find -------------->
 //!                           <------------- Found  Introduced(a1) ->
 //!   <------- Introduced(b1)
@@ -14,7 +14,7 @@
 //! These are the steps of paper 004, figure 3. If both hosts are registered at one server, it is
 //! both A and B. The connection proves who sends a message; no message says it.
 
-use crate::admission::Admission;
+use crate::enrolment::Enrolment;
 use crate::key::RealmId;
 use crate::ruleset::{NetworkId, SignedRuleset, StoreId};
 use longhaul_protocol::{Generation, HostId};
@@ -29,7 +29,7 @@ pub enum ToServer {
     /// A ruleset that the server may lack. Operators publish by it too.
     Ruleset(SignedRuleset),
     /// The host uses a token: before `Register`.
-    Join(Box<Admission>),
+    Join(Box<Enrolment>),
     /// The host's addresses have changed.
     Candidates(Candidates),
     /// The networks that have a port at this host have changed.
@@ -82,8 +82,8 @@ pub enum ToHost {
     },
     /// A ruleset, when it is newer than the one that the host named.
     Ruleset(SignedRuleset),
-    /// Admissions that no ruleset has settled.
-    Admissions(Vec<Admission>),
+    /// Enrolments that no ruleset has settled.
+    Enrolments(Vec<Enrolment>),
     /// The token is used, durably.
     Joined,
     /// Another host: probe it.
@@ -134,16 +134,16 @@ pub enum ToHost {
 /// A message between two servers of a realm.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Broker {
-    /// The version that the sender has, and the digest of its admissions.
+    /// The version that the sender has, and the digest of its enrolments.
     Have(Have),
     /// A ruleset that the other server lacks.
     Ruleset(SignedRuleset),
-    /// Admissions that the other server may lack.
-    Admissions {
+    /// Enrolments that the other server may lack.
+    Enrolments {
         /// The realm.
         realm: RealmId,
-        /// The admissions.
-        admissions: Vec<Admission>,
+        /// The enrolments.
+        enrolments: Vec<Enrolment>,
     },
     /// Asks for a host of the other server, on behalf of one here.
     Find {
@@ -192,8 +192,8 @@ pub enum Gossip {
     Have(Have),
     /// A ruleset that the other host lacks.
     Ruleset(SignedRuleset),
-    /// Admissions that the other host may lack.
-    Admissions(Vec<Admission>),
+    /// Enrolments that the other host may lack.
+    Enrolments(Vec<Enrolment>),
 }
 
 /// What a host or server has of a realm.
@@ -203,9 +203,9 @@ pub struct Have {
     pub realm: RealmId,
     /// The version of its ruleset, or 0.
     pub version: u64,
-    /// The digest of its admissions
-    /// ([`Membership::admissions_digest`](crate::membership::Membership::admissions_digest)).
-    pub admissions: u64,
+    /// The digest of its enrolments
+    /// ([`Membership::enrolments_digest`](crate::membership::Membership::enrolments_digest)).
+    pub enrolments: u64,
 }
 
 /// A registration.
@@ -221,8 +221,8 @@ pub struct Register {
     pub networks: Vec<NetworkId>,
     /// The version of the host's ruleset, or 0.
     pub version: u64,
-    /// The digest of its admissions.
-    pub admissions: u64,
+    /// The digest of its enrolments.
+    pub enrolments: u64,
 }
 
 /// The addresses of a host, the best first.

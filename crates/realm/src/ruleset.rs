@@ -4,7 +4,7 @@
 //! connected. Here the realm's key signs it and each host verifies it, so the controller need not
 //! be trusted.
 
-use crate::admission::TokenId;
+use crate::enrolment::TokenId;
 use crate::key::RealmId;
 use crate::limits::{
     ADDRESS_BYTES_MAX, GATEWAY_ADDRESSES_MAX, GATEWAY_SITES_MAX, HOSTS_MAX, MTU_MIN,
@@ -49,9 +49,9 @@ pub struct Ruleset {
     pub hosts: Vec<HostEntry>,
     /// The networks. One id and one name each.
     pub networks: Vec<NetworkEntry>,
-    /// Hosts that were removed: an admission by a token does not bring them back.
+    /// Hosts that were removed: an enrolment by a token does not bring them back.
     pub removed: Vec<Tombstone>,
-    /// Tokens that admit nobody any more.
+    /// Tokens that enrol nobody any more.
     pub revoked: Vec<TokenId>,
     /// The rendezvous servers.
     pub servers: Vec<ServerEntry>,
@@ -146,8 +146,25 @@ pub struct Tombstone {
 pub struct ServerEntry {
     /// Its identity, which it proves at each connection.
     pub id: HostId,
-    /// Its addresses (`name:port`), the preferred one first.
+    /// Its addresses, the preferred one first: `name:port` for UDP, `tcp/name:port` for TCP.
     pub addresses: Vec<String>,
+}
+
+/// What precedes an address over TCP.
+const TCP: &str = "tcp/";
+
+impl ServerEntry {
+    /// Returns its addresses for QUIC over UDP.
+    pub fn udp_addresses(&self) -> impl Iterator<Item = &str> {
+        let addresses = self.addresses.iter().map(String::as_str);
+        addresses.filter(|address| !address.starts_with(TCP))
+    }
+
+    /// Returns its addresses for TLS over TCP, without the prefix.
+    pub fn tcp_addresses(&self) -> impl Iterator<Item = &str> {
+        let addresses = self.addresses.iter().map(String::as_str);
+        addresses.filter_map(|address| address.strip_prefix(TCP))
+    }
 }
 
 /// The server that gives leases. Exactly one does, since two would need consensus.
@@ -254,7 +271,7 @@ impl Ruleset {
         });
         warnings.extend(gone.map(|host| {
             format!(
-                "`{}` joined by a token and has no tombstone: its admission brings it back",
+                "`{}` joined by a token and has no tombstone: its enrolment brings it back",
                 shown(&host.name)
             )
         }));

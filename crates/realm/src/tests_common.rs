@@ -1,6 +1,6 @@
 //! Realms, hosts and tokens for tests.
 
-use crate::admission::{Admission, Authorisation, TokenId, VerifiedAuthorisation};
+use crate::enrolment::{Authorisation, Enrolment, TokenId, VerifiedAuthorisation};
 use crate::key::SigningKey;
 use crate::ruleset::{
     HostEntry, NetworkEntry, NetworkId, Ruleset, Scope, ServerEntry, VerifiedRuleset, VlanPolicy,
@@ -83,6 +83,6 @@ pub(crate) fn token(byte: u8) -> VerifiedAuthorisation {
 }
 
 /// `host` joins with that token.
-pub(crate) fn admission(byte: u8, host: u8) -> Admission {
-    Admission::new(&token(byte), &key(byte), id(host), NOW_S + 10)
+pub(crate) fn enrolment(byte: u8, host: u8) -> Enrolment {
+    Enrolment::new(&token(byte), &key(byte), id(host), NOW_S + 10)
 }

@@ -5,7 +5,7 @@
 //! themselves, and the one-time key with the realm's authorisation. It is a secret until it is
 //! used.
 
-use crate::admission::{Admission, Authorisation, SignedAuthorisation, VerifiedAuthorisation};
+use crate::enrolment::{Authorisation, Enrolment, SignedAuthorisation, VerifiedAuthorisation};
 use crate::key::{RealmId, SEED_BYTES, SigningKey, sha256};
 use crate::limits::{SERVERS_MAX, TOKEN_CHARS_MAX};
 use crate::ruleset::{ServerEntry, check_server, limit};
@@ -192,13 +192,13 @@ impl Token {
     /// # Errors
     ///
     /// If the token's time is over.
-    pub fn admit(&self, host: HostId, unix_s: u64) -> Result<Admission, TokenError> {
+    pub fn enrol(&self, host: HostId, unix_s: u64) -> Result<Enrolment, TokenError> {
         let expires_s = self.authorisation().expires_s;
         if unix_s > expires_s {
             return Err(TokenError::Expired { expires_s, unix_s });
         }
         let key = SigningKey::from_seed(&self.seed).ok_or(TokenError::Key)?;
-        Ok(Admission::new(&self.authorisation, &key, host, unix_s))
+        Ok(Enrolment::new(&self.authorisation, &key, host, unix_s))
     }
 }
 
@@ -305,8 +305,8 @@ mod tests {
             assert_eq!(parsed.servers(), token.servers());
             assert_eq!(parsed.realm(), key(1).public().realm());
         }
-        let admission = token.admit(id(50), NOW_S).unwrap();
-        assert!(admission.verify(token.realm()).is_ok());
+        let enrolment = token.enrol(id(50), NOW_S).unwrap();
+        assert!(enrolment.verify(token.realm()).is_ok());
         assert!(!format!("{token:?}").contains("seed"));
     }
 
@@ -327,7 +327,7 @@ mod tests {
                 character: '*'
             }
         );
-        let late = token().admit(id(50), NOW_S + 86_401).unwrap_err();
+        let late = token().enrol(id(50), NOW_S + 86_401).unwrap_err();
         assert!(late.to_string().contains("ask the operator"), "{late}");
     }
 

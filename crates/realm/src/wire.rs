@@ -4,80 +4,24 @@
 //! A Hello negotiates the version, as on the control connections of agents.
 
 use crate::limits::{
-    ADMISSIONS_MAX, CANDIDATES_MAX, GUEST_BYTES_MAX, MESSAGE_BYTES_MAX, PRESENT_NETWORKS_MAX,
+    CANDIDATES_MAX, ENROLMENTS_MAX, GUEST_BYTES_MAX, MESSAGE_BYTES_MAX, PRESENT_NETWORKS_MAX,
     SIGNAL_BYTES_MAX, START_MS_MAX, TEXT_BYTES_MAX,
 };
 use crate::protocol::{
     Broker, Candidates, Gossip, LeaseRequest, Peer, Refused, Target, ToHost, ToServer,
 };
 use crate::text::is_name;
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+use longhaul_protocol::wire;
+
+pub use longhaul_protocol::wire::{Message, WireError, decode, encode};
 
 /// Newest version of the messages.
 pub const VERSION: u16 = 1;
 /// Oldest supported version.
 pub const VERSION_OLDEST: u16 = 1;
 
-/// A reason why bytes are not a message, or one that breaks a limit.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum WireError {
-    /// Longer than any message may be.
-    #[error("a message of {bytes} bytes is over the limit of {MESSAGE_BYTES_MAX}")]
-    TooLong {
-        /// Its length.
-        bytes: usize,
-    },
-    /// Not a message of this version.
-    #[error("not a message of rendezvous version {VERSION}: {0}")]
-    Malformed(String),
-    /// Well formed, but over a limit.
-    #[error("{what} is over its limit of {limit}")]
-    Limit {
-        /// The limited quantity.
-        what: &'static str,
-        /// The limit.
-        limit: usize,
-    },
-}
-
-/// A type of message.
-pub trait Message: Serialize + DeserializeOwned {
-    /// Checks the limits of the format. Signatures are checked by who uses them.
-    fn check(&self) -> Result<(), WireError>;
-}
-
-/// Returns the bytes of a message.
-pub fn encode<M: Message>(message: &M) -> Result<Vec<u8>, WireError> {
-    message.check()?;
-    let bytes =
-        postcard::to_stdvec(message).map_err(|error| WireError::Malformed(error.to_string()))?;
-    match bytes.len() <= MESSAGE_BYTES_MAX {
-        true => Ok(bytes),
-        false => Err(WireError::TooLong { bytes: bytes.len() }),
-    }
-}
-
-/// Parses a message.
-pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, WireError> {
-    if bytes.len() > MESSAGE_BYTES_MAX {
-        return Err(WireError::TooLong { bytes: bytes.len() });
-    }
-    let (message, rest) = postcard::take_from_bytes::<M>(bytes)
-        .map_err(|error| WireError::Malformed(error.to_string()))?;
-    if !rest.is_empty() {
-        let text = format!("{} bytes follow its end", rest.len());
-        return Err(WireError::Malformed(text));
-    }
-    message.check()?;
-    Ok(message)
-}
-
 fn limit(what: &'static str, value: usize, limit: usize) -> Result<(), WireError> {
-    match value <= limit {
-        true => Ok(()),
-        false => Err(WireError::Limit { what, limit }),
-    }
+    wire::limit(what, value as u64, limit as u64)
 }
 
 fn check_candidates(candidates: &Candidates) -> Result<(), WireError> {
@@ -111,8 +55,8 @@ fn check_lease(lease: &LeaseRequest) -> Result<(), WireError> {
     limit("a guest's name", lease.guest.len(), GUEST_BYTES_MAX)
 }
 
-fn check_admissions(count: usize) -> Result<(), WireError> {
-    limit("the number of admissions", count, ADMISSIONS_MAX)
+fn check_enrolments(count: usize) -> Result<(), WireError> {
+    limit("the number of enrolments", count, ENROLMENTS_MAX)
 }
 
 fn check_refused(refused: &Refused) -> Result<(), WireError> {
@@ -122,6 +66,8 @@ fn check_refused(refused: &Refused) -> Result<(), WireError> {
 }
 
 impl Message for ToServer {
+    const BYTES_MAX: usize = MESSAGE_BYTES_MAX;
+
     fn check(&self) -> Result<(), WireError> {
         match self {
             Self::Register(register) => {
@@ -143,9 +89,11 @@ impl Message for ToServer {
 }
 
 impl Message for ToHost {
+    const BYTES_MAX: usize = MESSAGE_BYTES_MAX;
+
     fn check(&self) -> Result<(), WireError> {
         match self {
-            Self::Admissions(admissions) => check_admissions(admissions.len()),
+            Self::Enrolments(enrolments) => check_enrolments(enrolments.len()),
             Self::Introduced { peer, start_ms, .. } => {
                 limit("a start", (*start_ms).into(), START_MS_MAX.into())?;
                 check_peer(peer)
@@ -164,9 +112,11 @@ impl Message for ToHost {
 }
 
 impl Message for Broker {
+    const BYTES_MAX: usize = MESSAGE_BYTES_MAX;
+
     fn check(&self) -> Result<(), WireError> {
         match self {
-            Self::Admissions { admissions, .. } => check_admissions(admissions.len()),
+            Self::Enrolments { enrolments, .. } => check_enrolments(enrolments.len()),
             Self::Find { target, from, .. } => {
                 check_target(target)?;
                 check_peer(from)
@@ -179,9 +129,11 @@ impl Message for Broker {
 }
 
 impl Message for Gossip {
+    const BYTES_MAX: usize = MESSAGE_BYTES_MAX;
+
     fn check(&self) -> Result<(), WireError> {
         match self {
-            Self::Admissions(admissions) => check_admissions(admissions.len()),
+            Self::Enrolments(enrolments) => check_enrolments(enrolments.len()),
             Self::Have(_) | Self::Ruleset(_) => Ok(()),
         }
     }

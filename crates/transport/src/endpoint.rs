@@ -19,19 +19,19 @@ use crate::hello::{HELLO_HEAD_BYTES, Hello};
 use crate::identity::Identity;
 use crate::mux::{Arrived, Dropped, Mux, Sender, Socket, Sockets};
 use crate::quic::{
-    self, CryptoError, HashedConnectionIdGenerator, HmacKey, IdleTimeout, Link, QuicServerConfig,
-    RecvStream, SendStream, TransportConfig, VarInt, WeakConnectionHandle,
+    self, AsyncUdpSocket, CryptoError, HashedConnectionIdGenerator, HmacKey, IdleTimeout, Link,
+    QuicServerConfig, RecvStream, SendStream, TransportConfig, VarInt, WeakConnectionHandle,
 };
 use crate::rate::{LimitedFactory, RateLimit, header_bytes};
 use crate::routes::Routes;
 use crate::stun::{self, Pending};
-use crate::tls::{self, ALPN_CONTROL};
+use crate::tls::{self, ALPN_BULK, ALPN_CONTROL};
 use crate::trust::{TrustStore, TrustedHost};
 use longhaul_protocol::HostId;
 use std::collections::HashMap;
 use std::fmt;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, UdpSocket};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -98,6 +98,14 @@ pub enum EndpointError {
         /// The system's error.
         error: io::Error,
     },
+    /// The TCP socket of a rendezvous server could not be bound.
+    #[error("cannot listen on TCP {address}: {error}")]
+    Tcp {
+        /// The address.
+        address: SocketAddr,
+        /// The system's error.
+        error: io::Error,
+    },
     /// The identity or a setting is unsuitable for TLS or QUIC.
     #[error("cannot set up TLS and QUIC: {0}")]
     Setup(String),
@@ -138,71 +146,18 @@ impl Endpoint {
         identity: Identity,
         trust: TrustStore,
     ) -> Result<Self, EndpointError> {
-        let setup = |error: &dyn fmt::Display| EndpointError::Setup(error.to_string());
-        let socket = socket::bind(config.listen).map_err(|error| EndpointError::Socket {
-            address: config.listen,
-            error,
+        let alpns = [ALPN_CONTROL, ALPN_BULK];
+        let inner = EndpointInner::open(config, identity, trust, &alpns, |below| {
+            let Below {
+                sockets,
+                routes,
+                arrived,
+                pending,
+                ..
+            } = below;
+            Ok(Box::new(Mux::new(sockets, routes, arrived, pending)))
         })?;
-        let server = tls::server(&identity).map_err(|e| setup(&e))?;
-        let server = QuicServerConfig::try_from(server).map_err(|e| setup(&e))?;
-        let mut server = quic::ServerConfig::with_crypto(Arc::new(server));
-        let transport = server_transport(&config).map_err(|e| setup(&e))?;
-        server
-            .transport_config(Arc::new(transport))
-            .max_incoming(HANDSHAKES_MAX * 4)
-            .incoming_buffer_size(64 << 10)
-            .incoming_buffer_size_total(4 << 20);
-        // Both keys outlive the process, so that peers of a restarted agent learn at once that
-        // their connections are gone.
-        let reset_key = ResetKey(identity.derived_secret("longhaul 2026 QUIC stateless reset"));
-        let id_key = identity.derived_secret("longhaul 2026 QUIC connection ids");
-        let id_key = id_key
-            .first_chunk()
-            .map_or(0, |key| u64::from_le_bytes(*key));
-        let mut endpoint = quic::EndpointConfig::new(Arc::new(reset_key));
-        endpoint.cid_generator(Arc::new(move || {
-            Box::new(HashedConnectionIdGenerator::from_key(id_key))
-        }));
-        // Other kinds of datagrams share the socket, distinguished by their first byte.
-        endpoint.grease_quic_bit(false);
-        let runtime = Arc::new(quic::TokioRuntime);
-        let socket = Socket::new(socket, config.segmentation_offload).map_err(|e| setup(&e))?;
-        let sockets = Arc::new(Sockets::new(socket, Arc::<Dropped>::default()));
-        let routes = Routes::new(config.listen.is_ipv6());
-        let (arrived, pending) = (Arc::<Arrived>::default(), Arc::<Pending>::default());
-        let mux = Mux::new(
-            sockets.clone(),
-            routes.clone(),
-            arrived.clone(),
-            pending.clone(),
-        );
-        let sender = Sender::new(sockets.clone(), routes.clone());
-        let stun = stun::Client::new(Box::pin(sender), pending.clone());
-        let quic = quic::Endpoint::new_with_abstract_socket(
-            endpoint,
-            Some(server),
-            Box::new(mux),
-            runtime,
-        );
-        let quic = quic.map_err(|e| setup(&e))?;
         let (sender, accepted) = mpsc::channel(CONTROLS_WAITING);
-        let inner = Arc::new(EndpointInner {
-            config,
-            identity,
-            trust,
-            bulk_offers: BulkOffers::default(),
-            probed: Arc::default(),
-            quic,
-            stun,
-            pending,
-            sockets,
-            routes,
-            arrived,
-            handshakes: Arc::new(Semaphore::new(HANDSHAKES_MAX)),
-            connections: Mutex::default(),
-            budgets: Mutex::default(),
-            worked: Mutex::default(),
-        });
         tokio::spawn(listen::listen(inner.clone(), sender));
         Ok(Self {
             inner,
@@ -212,7 +167,7 @@ impl Endpoint {
 
     /// Returns the address of the socket.
     pub fn local_address(&self) -> io::Result<SocketAddr> {
-        self.inner.quic.local_addr()
+        self.inner.local_address()
     }
 
     /// Returns this host's identity.
@@ -312,10 +267,7 @@ impl Endpoint {
 
     /// Ends all connections and stops listening.
     pub async fn close(&self, reason: &str) {
-        let code = CloseCode::ShuttingDown.varint();
-        self.inner.quic.close(code, reason.as_bytes());
-        // Peers that do not acknowledge the close in time notice it by their idle time-out.
-        let _ = tokio::time::timeout(CLOSE_WITHIN, self.inner.quic.wait_idle()).await;
+        self.inner.close(reason).await;
     }
 }
 
@@ -325,7 +277,91 @@ impl fmt::Debug for Endpoint {
     }
 }
 
+/// What an endpoint makes its socket for QUIC of.
+pub(crate) struct Below {
+    /// Another descriptor of the main socket.
+    pub(crate) socket: UdpSocket,
+    pub(crate) sockets: Arc<Sockets>,
+    pub(crate) routes: Routes,
+    pub(crate) arrived: Arc<Arrived>,
+    pub(crate) pending: Arc<Pending>,
+}
+
 impl EndpointInner {
+    /// Binds the socket. `wrap` returns what QUIC uses in its place.
+    pub(crate) fn open(
+        config: EndpointConfig,
+        identity: Identity,
+        trust: TrustStore,
+        alpns: &[&[u8]],
+        wrap: impl FnOnce(Below) -> io::Result<Box<dyn AsyncUdpSocket>>,
+    ) -> Result<Arc<Self>, EndpointError> {
+        let setup = |error: &dyn fmt::Display| EndpointError::Setup(error.to_string());
+        let socket = socket::bind(config.listen).map_err(|error| EndpointError::Socket {
+            address: config.listen,
+            error,
+        })?;
+        let server = tls::server(&identity, alpns).map_err(|e| setup(&e))?;
+        let server = QuicServerConfig::try_from(server).map_err(|e| setup(&e))?;
+        let mut server = quic::ServerConfig::with_crypto(Arc::new(server));
+        let transport = server_transport(&config).map_err(|e| setup(&e))?;
+        server
+            .transport_config(Arc::new(transport))
+            .max_incoming(HANDSHAKES_MAX * 4)
+            .incoming_buffer_size(64 << 10)
+            .incoming_buffer_size_total(4 << 20);
+        let other = socket.try_clone().map_err(|e| setup(&e))?;
+        let socket = Socket::new(socket, config.segmentation_offload).map_err(|e| setup(&e))?;
+        let sockets = Arc::new(Sockets::new(socket, Arc::<Dropped>::default()));
+        let routes = Routes::new(config.listen.is_ipv6());
+        let (arrived, pending) = (Arc::<Arrived>::default(), Arc::<Pending>::default());
+        let below = Below {
+            socket: other,
+            sockets: sockets.clone(),
+            routes: routes.clone(),
+            arrived: arrived.clone(),
+            pending: pending.clone(),
+        };
+        let sender = Sender::new(sockets.clone(), routes.clone());
+        let stun = stun::Client::new(Box::pin(sender), pending.clone());
+        let quic = quic::Endpoint::new_with_abstract_socket(
+            quic_config(&identity),
+            Some(server),
+            wrap(below).map_err(|e| setup(&e))?,
+            Arc::new(quic::TokioRuntime),
+        );
+        let quic = quic.map_err(|e| setup(&e))?;
+        Ok(Arc::new(Self {
+            config,
+            identity,
+            trust,
+            bulk_offers: BulkOffers::default(),
+            probed: Arc::default(),
+            quic,
+            stun,
+            pending,
+            sockets,
+            routes,
+            arrived,
+            handshakes: Arc::new(Semaphore::new(HANDSHAKES_MAX)),
+            connections: Mutex::default(),
+            budgets: Mutex::default(),
+            worked: Mutex::default(),
+        }))
+    }
+
+    pub(crate) fn local_address(&self) -> io::Result<SocketAddr> {
+        self.quic.local_addr()
+    }
+
+    /// Ends all connections and stops listening.
+    pub(crate) async fn close(&self, reason: &str) {
+        let code = CloseCode::ShuttingDown.varint();
+        self.quic.close(code, reason.as_bytes());
+        // Peers that do not acknowledge the close in time notice it by their idle time-out.
+        let _ = tokio::time::timeout(CLOSE_WITHIN, self.quic.wait_idle()).await;
+    }
+
     pub(crate) fn trusted(&self, name: &str) -> Result<TrustedHost, ConnectError> {
         let host = self.trust.by_name(name)?;
         host.ok_or_else(|| ConnectError::NotTrusted(name.to_owned()))
@@ -409,7 +445,28 @@ impl EndpointInner {
     }
 }
 
-async fn send_hello(link: &Link, send: &mut SendStream, hello: &Hello) -> Result<(), LinkError> {
+/// Returns the configuration of QUIC for a host. Both keys outlive the process, so that peers of a
+/// restarted agent learn at once that their connections are gone.
+fn quic_config(identity: &Identity) -> quic::EndpointConfig {
+    let reset_key = ResetKey(identity.derived_secret("longhaul 2026 QUIC stateless reset"));
+    let id_key = identity.derived_secret("longhaul 2026 QUIC connection ids");
+    let id_key = id_key
+        .first_chunk()
+        .map_or(0, |key| u64::from_le_bytes(*key));
+    let mut endpoint = quic::EndpointConfig::new(Arc::new(reset_key));
+    endpoint.cid_generator(Arc::new(move || {
+        Box::new(HashedConnectionIdGenerator::from_key(id_key))
+    }));
+    // Other kinds of datagrams share the socket, distinguished by their first byte.
+    endpoint.grease_quic_bit(false);
+    endpoint
+}
+
+pub(crate) async fn send_hello(
+    link: &Link,
+    send: &mut SendStream,
+    hello: &Hello,
+) -> Result<(), LinkError> {
     let sent = send.write_all(&hello.encode()).await;
     sent.map_err(|_| link.lost_or_cut())?;
     // Fails only when the stream was finished before.
@@ -418,7 +475,10 @@ async fn send_hello(link: &Link, send: &mut SendStream, hello: &Hello) -> Result
 }
 
 /// Reads a Hello; anything else closes the connection.
-async fn receive_hello(link: &Link, receive: &mut RecvStream) -> Result<Hello, LinkError> {
+pub(crate) async fn receive_hello(
+    link: &Link,
+    receive: &mut RecvStream,
+) -> Result<Hello, LinkError> {
     let read = async {
         let mut head = [0; HELLO_HEAD_BYTES];
         let read = receive.read_exact(&mut head).await;

@@ -7,7 +7,7 @@ use std::path::Path;
 
 /// Replaces `path` by `content` with mode 0600: after a crash either the old or the new content
 /// exists.
-pub(crate) fn write_atomic(path: &Path, content: &[u8]) -> io::Result<()> {
+pub fn write_atomic(path: &Path, content: &[u8]) -> io::Result<()> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
     let name = path

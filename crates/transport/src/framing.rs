@@ -198,6 +198,17 @@ impl MessageWriter {
         Ok(())
     }
 
+    /// Waits until everything up to the end is acknowledged.
+    pub(crate) async fn acknowledged(&mut self) -> Result<(), ChannelError> {
+        match self.stream.stopped().await {
+            Ok(_) => Ok(()),
+            Err(_) => Err(self
+                .link
+                .lost()
+                .map_or(ChannelError::Cut, ChannelError::Lost)),
+        }
+    }
+
     async fn flush(&mut self) -> Result<(), ChannelError> {
         while let Some(front) = self.unsent.front_mut() {
             if !front.is_empty() {

@@ -36,6 +36,7 @@ mod plane;
 mod probe;
 mod quic;
 mod rate;
+mod rendezvous;
 mod road;
 mod routes;
 mod stun;
@@ -53,6 +54,7 @@ pub use endpoint::{
     MESSAGES_BYTES_PER_PEER_MAX,
 };
 pub use error::{BulkError, ChannelError, CloseCode, ConnectError, LinkError};
+pub use files::write_atomic;
 pub use hello::{
     HELLO_BODY_BYTES_MAX, HELLO_MAGIC, Hello, HelloError, Incompatible, SOFTWARE_BYTES_MAX,
 };
@@ -61,12 +63,17 @@ pub use longhaul_paths::SocketId;
 pub use mux::{DatagramKind, Datagrams, DroppedDatagrams, Kept, Outlet, SOCKETS_MAX, Source, sort};
 pub use plane::{PlaneError, PlaneSocket};
 pub use probe::{PROBE_TIME_MAX, ProbeConfig, ProbeError, ProbeReport, ProbeSample};
+pub use rendezvous::{
+    Received, Relay, RelaySender, RendezvousConfig, RendezvousHandle, RendezvousLink,
+    RendezvousProtocol, RendezvousReceiver, RendezvousSender, RendezvousServer, TcpFrames,
+    TcpFramesError, frame_header,
+};
 pub use routes::{ARRIVALS_PER_PEER_MAX, RelayLeg, Routes, Way};
 pub use stun::{
     BindingAnswer, BindingError, BindingRequest, Observation, Reflexive, ReflexiveError,
     STUN_ANSWER_BYTES_MAX, STUN_BYTES_MAX, StunError, TransactionId, binding_answer,
 };
 pub use trust::{
-    ADDRESSES_MAX, Permission, Scope, TRUST_FILE, TRUSTED_HOSTS_MAX, TrustError, TrustStore,
-    TrustedHost,
+    ADDRESSES_MAX, NameCollision, Permission, Scope, TRUST_FILE, TRUSTED_HOSTS_MAX, TrustError,
+    TrustStore, TrustedHost,
 };

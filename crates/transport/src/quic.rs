@@ -6,8 +6,8 @@ pub(crate) use noq::crypto::{CryptoError, HmacKey};
 pub(crate) use noq::udp::{RecvMeta, Transmit, UdpSocketState, is_msg_size_err};
 pub(crate) use noq::{
     AsyncUdpSocket, ClientConfig, Connection, ConnectionError, Endpoint, EndpointConfig,
-    IdleTimeout, Incoming, PathId, ReadError, RecvStream, SendStream, ServerConfig, TokioRuntime,
-    TransportConfig, UdpSender, VarInt, WeakConnectionHandle, WriteError,
+    IdleTimeout, Incoming, PathId, ReadError, RecvStream, Runtime, SendStream, ServerConfig,
+    TokioRuntime, TransportConfig, UdpSender, VarInt, WeakConnectionHandle, WriteError,
 };
 pub(crate) use noq_proto::{HashedConnectionIdGenerator, RttEstimator};
 

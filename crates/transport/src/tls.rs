@@ -15,6 +15,8 @@ use std::sync::{Arc, OnceLock};
 pub(crate) const ALPN_CONTROL: &[u8] = b"longhaul-control/1";
 /// The ALPN of bulk connections.
 pub(crate) const ALPN_BULK: &[u8] = b"longhaul-bulk/1";
+/// The ALPN of connections with rendezvous servers.
+pub(crate) const ALPN_RENDEZVOUS: &[u8] = b"longhaul-rendezvous/1";
 /// The server name in every handshake; hosts are identified by their keys, not by names.
 pub(crate) const SERVER_NAME: &str = "longhaul";
 
@@ -149,7 +151,7 @@ pub(crate) fn client(
 }
 
 /// Returns the listener's TLS configuration.
-pub(crate) fn server(identity: &Identity) -> Result<rustls::ServerConfig, Error> {
+pub(crate) fn server(identity: &Identity, alpns: &[&[u8]]) -> Result<rustls::ServerConfig, Error> {
     let verifier = Arc::new(AnyClient {
         provider: provider(),
     });
@@ -157,7 +159,7 @@ pub(crate) fn server(identity: &Identity) -> Result<rustls::ServerConfig, Error>
         .with_protocol_versions(&[&version::TLS13])?
         .with_client_cert_verifier(verifier)
         .with_single_cert(vec![identity.certificate()], identity.key())?;
-    config.alpn_protocols = vec![ALPN_CONTROL.to_vec(), ALPN_BULK.to_vec()];
+    config.alpn_protocols = alpns.iter().map(|alpn| alpn.to_vec()).collect();
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
     config.max_early_data_size = 0;

@@ -1,4 +1,7 @@
 //! Implements the trust store: the hosts that this one knows, by name, and what each may do here.
+//!
+//! There are two lists: the hosts that an operator trusts by hand, in a file, and the members of a
+//! realm, which come from outside and replace each other as a whole.
 
 use crate::files::write_atomic;
 use longhaul_protocol::HostId;
@@ -9,7 +12,7 @@ use std::fmt;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 /// The usual name of the file in the state folder.
 pub const TRUST_FILE: &str = "trust.toml";
@@ -42,6 +45,14 @@ pub enum Permission {
 }
 
 impl Scope {
+    /// Returns the permissions that either of both has.
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            may_query: self.may_query || other.may_query,
+            may_send_guests: self.may_send_guests || other.may_send_guests,
+        }
+    }
+
     /// Returns whether the scope includes a permission.
     pub fn allows(&self, permission: Permission) -> bool {
         match permission {
@@ -71,6 +82,34 @@ pub struct TrustedHost {
     pub addresses: Vec<String>,
     /// Its permissions here.
     pub scope: Scope,
+}
+
+/// A member of a realm whose name a host has that is trusted by hand. The host keeps the name; the
+/// member is known by its identity only.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NameCollision {
+    /// The name.
+    pub name: String,
+    /// The host that is trusted by hand.
+    pub trusted: HostId,
+    /// The member.
+    pub member: HostId,
+}
+
+impl fmt::Display for NameCollision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            name,
+            trusted,
+            member,
+        } = self;
+        write!(
+            f,
+            "`{name}` is the host {trusted}, trusted by hand, and a member of the realm with \
+             another identity, {member}: here the name stays with the first; give one of both \
+             another name, or run `longhaul host forget {name}`"
+        )
+    }
 }
 
 /// Why the trust store could not be read or changed.
@@ -129,6 +168,7 @@ pub struct TrustStore(Arc<Inner>);
 struct Inner {
     path: PathBuf,
     cached: Mutex<Option<(Stamp, Arc<Hosts>)>>,
+    members: RwLock<Arc<Vec<TrustedHost>>>,
 }
 
 /// Distinguishes states of the file.
@@ -157,27 +197,82 @@ struct FileEntry {
 impl TrustStore {
     /// Opens the store at `path`; with a missing file no host is trusted.
     pub fn open(path: &Path) -> Result<Self, TrustError> {
-        let store = Self(Arc::new(Inner {
-            path: path.to_owned(),
-            cached: Mutex::new(None),
-        }));
+        let store = Self::at(path.to_owned());
         store.hosts()?;
         Ok(store)
     }
 
-    /// Returns all hosts, by name.
+    /// A store of nobody, for programs that trust no host.
+    pub(crate) fn none() -> Self {
+        Self::at(PathBuf::new())
+    }
+
+    fn at(path: PathBuf) -> Self {
+        Self(Arc::new(Inner {
+            path,
+            cached: Mutex::new(None),
+            members: RwLock::default(),
+        }))
+    }
+
+    /// Replaces the members of the realm. Returns those whose names belong to other hosts, which
+    /// are trusted by hand.
+    pub fn set_members(&self, members: Vec<TrustedHost>) -> Result<Vec<NameCollision>, TrustError> {
+        let shared = Arc::new(members);
+        *self
+            .0
+            .members
+            .write()
+            .unwrap_or_else(PoisonError::into_inner) = shared.clone();
+        let hosts = self.hosts()?;
+        let collision = |member: &TrustedHost| {
+            let trusted = hosts
+                .get(&member.name)
+                .filter(|host| host.id != member.id)?;
+            Some(NameCollision {
+                name: member.name.clone(),
+                trusted: trusted.id,
+                member: member.id,
+            })
+        };
+        Ok(shared.iter().filter_map(collision).collect())
+    }
+
+    /// Returns the members of the realm.
+    pub fn members(&self) -> Arc<Vec<TrustedHost>> {
+        let members = self.0.members.read();
+        members.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Returns all hosts that are trusted by hand, by name.
     pub fn list(&self) -> Result<Vec<TrustedHost>, TrustError> {
         Ok(self.hosts()?.values().cloned().collect())
     }
 
-    /// Returns the host of that name.
+    /// Returns the host of that name. A host that is trusted by hand comes before a member.
     pub fn by_name(&self, name: &str) -> Result<Option<TrustedHost>, TrustError> {
-        Ok(self.hosts()?.get(name).cloned())
+        if let Some(host) = self.hosts()?.get(name) {
+            return self.by_id(host.id);
+        }
+        let members = self.members();
+        let id = members.iter().find(|member| member.name == name);
+        id.map_or(Ok(None), |member| self.by_id(member.id))
     }
 
-    /// Returns the host of that identity.
+    /// Returns the host of that identity. A host in both lists has the name and the addresses from
+    /// the file, and the permissions of both.
     pub fn by_id(&self, id: HostId) -> Result<Option<TrustedHost>, TrustError> {
-        Ok(self.hosts()?.values().find(|host| host.id == id).cloned())
+        let hosts = self.hosts()?;
+        let members = self.members();
+        let member = members.iter().find(|member| member.id == id);
+        let Some(trusted) = hosts.values().find(|host| host.id == id) else {
+            return Ok(member.cloned());
+        };
+        let mut host = trusted.clone();
+        if let Some(member) = member {
+            host.scope = host.scope.or(member.scope);
+        }
+        Ok(Some(host))
     }
 
     /// Adds a host, or changes its addresses and scope; the identity must not change.
@@ -435,6 +530,48 @@ mod tests {
         assert!(matches!(error, TrustError::Malformed { .. }), "{error}");
         std::fs::remove_file(&path).unwrap();
         assert_eq!(store.list().unwrap(), []);
+    }
+
+    #[test]
+    fn members_come_beside_the_hosts_trusted_by_hand() {
+        let (_folder, store) = store();
+        store.add(host("alpha", 1)).unwrap();
+        let member = |name: &str, id| TrustedHost {
+            addresses: Vec::new(),
+            scope: Scope {
+                may_query: false,
+                may_send_guests: true,
+            },
+            ..host(name, id)
+        };
+        let members = vec![member("paris", 1), member("oslo", 2), member("alpha", 3)];
+        let collisions = store.set_members(members).unwrap();
+        let [collision] = &collisions[..] else {
+            panic!("{collisions:?}");
+        };
+        assert_eq!(collision.member, HostId([3; 32]));
+        assert!(collision.to_string().contains("longhaul host forget alpha"));
+        // In both lists: the name and the addresses of the file, the permissions of both.
+        let both = store.by_name("paris").unwrap().unwrap();
+        assert_eq!((&both.name[..], both.addresses.len()), ("alpha", 2));
+        assert!(both.scope.may_query && both.scope.may_send_guests);
+        assert_eq!(store.by_name("alpha").unwrap().unwrap().id, HostId([1; 32]));
+        assert_eq!(store.by_name("oslo").unwrap(), Some(member("oslo", 2)));
+        assert_eq!(
+            store.by_id(HostId([3; 32])).unwrap(),
+            Some(member("alpha", 3))
+        );
+        assert_eq!(store.list().unwrap().len(), 1);
+        store.set_members(Vec::new()).unwrap();
+        assert_eq!(store.by_name("oslo").unwrap(), None);
+        assert!(
+            !store
+                .by_name("alpha")
+                .unwrap()
+                .unwrap()
+                .scope
+                .may_send_guests
+        );
     }
 
     #[test]

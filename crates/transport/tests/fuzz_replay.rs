@@ -5,6 +5,8 @@
 mod datagram;
 #[path = "../../../fuzz/src/opening.rs"]
 mod opening;
+#[path = "../../../fuzz/src/rendezvous_tcp.rs"]
+mod rendezvous_tcp;
 
 /// Runs a target on each of its seeds, cut and changed at every byte.
 fn replay(target: &str, run: fn(&[u8])) {
@@ -32,4 +34,9 @@ fn openings() {
 #[test]
 fn datagrams() {
     replay("datagram", datagram::run);
+}
+
+#[test]
+fn frames_over_tcp() {
+    replay("rendezvous_tcp", rendezvous_tcp::run);
 }

@@ -2,6 +2,7 @@
 
 use crate::agent::guests::Guests;
 use crate::agent::hosts::Hosts;
+use crate::agent::realm::Realms;
 use crate::agent::streams;
 use axum::Router;
 use axum::body::{Bytes, HttpBody};
@@ -39,6 +40,7 @@ pub(crate) struct Service {
     pub(crate) hosts: Arc<Hosts>,
     pub(crate) guests: Arc<Guests>,
     pub(crate) manager: Arc<Manager>,
+    pub(crate) realms: Arc<Realms>,
 }
 
 /// Returns the API's router: each operation at its method and path, and errors in the API's own
@@ -171,6 +173,7 @@ async fn perform(
         hosts,
         guests,
         manager,
+        realms,
     } = service;
     Ok(match operation {
         Operation::GetHost => ok(&hosts.this(guests).await),
@@ -189,6 +192,12 @@ async fn perform(
             check_bandwidth(probe.bandwidth_bps)?;
             hosts.require(value).await?;
             ok(&manager.probe(value, probe).await?)
+        }
+        Operation::GetRealm => ok(&realms.get().await),
+        Operation::JoinRealm => json(StatusCode::CREATED, &realms.join(parse(body)?).await?),
+        Operation::LeaveRealm => {
+            realms.leave().await?;
+            StatusCode::NO_CONTENT.into_response()
         }
         Operation::ListGuests => ok(&guests.list(manager).await?),
         Operation::GetGuest => ok(&guests.get(manager, value).await?),

@@ -7,6 +7,7 @@ mod discover;
 mod guests;
 mod hosts;
 mod http;
+mod realm;
 mod serve;
 mod streams;
 mod tls;
@@ -14,6 +15,7 @@ mod tls;
 use crate::agent::guests::Guests;
 use crate::agent::hosts::Hosts;
 use crate::agent::http::Service;
+use crate::agent::realm::Realms;
 use crate::agent::serve::{TcpSocket, UnixSocket};
 use longhaul_hypervisor::config::RunsAsRoot;
 use longhaul_migration::Manager;
@@ -50,7 +52,10 @@ pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
     let parts = Parts::open(config.clone())?;
     let manager = Manager::start_up(parts.clone()).await?;
     let (prober, held) = (parts.prober.clone(), parts.held.clone());
+    let realms = Realms::start(manager.endpoint().clone(), config.state.clone())?;
+    let realms = Arc::new(realms);
     let service = Service {
+        realms: realms.clone(),
         hosts: Arc::new(Hosts::new(parts.clone())),
         guests: Arc::new(Guests::new(parts)),
         manager: manager.clone(),
@@ -83,6 +88,7 @@ pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
         _ = interrupt.recv() => "SIGINT",
     };
     tracing::info!("{why}: stopping; guests go on running");
+    realms.stop().await;
     if timeout(SHUT_DOWN_WAIT, manager.shut_down()).await.is_err() {
         tracing::warn!("migrations did not end in time; the journal holds where they are");
     }

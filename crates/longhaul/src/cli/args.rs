@@ -1,5 +1,12 @@
 //! The command line: every command, its arguments, and their help texts.
 
+mod realm;
+
+pub(crate) use realm::{
+    FolderArgs, InviteArgs, NetworkArgs, NetworkCommand, RealmArgs, RealmCommand, RemoveHostArgs,
+    RendezvousArgs, RendezvousCommand, ServeArgs,
+};
+
 use crate::cli::whole_ms;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
@@ -52,7 +59,7 @@ pub(crate) struct Connection {
 pub(crate) enum Command {
     /// Run this host's agent
     Agent(AgentArgs),
-    /// Show this host; trust, list, forget and probe others
+    /// Show this host; trust, list, forget and probe others; join a realm, invite hosts to one
     Host(HostArgs),
     /// List, start, stop, attach, detach, resume and reclaim guests; track their writes
     Guests(GuestsArgs),
@@ -81,6 +88,12 @@ pub(crate) enum Command {
     },
     /// Check whether this host can move guests; test moves on this machine
     Doctor(DoctorArgs),
+    /// Make and sign a realm: which hosts belong together, networks, servers; needs no agent
+    Realm(RealmArgs),
+    /// List, create and change the networks of a realm; needs no agent
+    Network(NetworkArgs),
+    /// Run a rendezvous server: introduces hosts of realms, and relays between them
+    Rendezvous(RendezvousArgs),
     /// A process of a disk export; agents start it
     #[command(hide = true)]
     DiskFront(DiskFrontArgs),
@@ -166,6 +179,19 @@ pub(crate) enum HostCommand {
     },
     /// Measure the link to a trusted host
     Probe(ProbeArgs),
+    /// Join a realm with the token that its operator gave; nothing else is typed
+    Join {
+        /// The token: begins with `lhjoin1`
+        token: String,
+    },
+    /// Show this host's realm: members, networks, rendezvous servers
+    Realm,
+    /// Forget this host's realm
+    Leave,
+    /// As operator of a realm: print a token with which one new host joins; needs no agent
+    Invite(InviteArgs),
+    /// As operator of a realm: remove a host from it; needs no agent
+    Remove(RemoveHostArgs),
 }
 
 #[derive(Debug, Args)]

@@ -12,6 +12,8 @@ mod journal;
 mod migrate;
 mod output;
 mod paint;
+mod realm;
+mod rendezvous;
 mod resolve;
 mod self_test;
 mod set_aside;
@@ -20,14 +22,14 @@ mod tracked_writes;
 
 use crate::agent;
 use args::{
-    Cli, Command, GuestsCommand, HostCommand, IdArgs, LimitArgs, PlanArgs, ProbeArgs, ReportArgs,
-    TrustArgs,
+    Cli, Command, GuestsCommand, HostArgs, HostCommand, IdArgs, LimitArgs, PlanArgs, ProbeArgs,
+    ReportArgs, TrustArgs,
 };
 use clap::{CommandFactory, Parser};
 use error::{CliError, ErrorDocument};
 use longhaul_api::{
-    ApiError, AttachGuest, Client, ErrorCode, GuestState, Limit, PlanRequest, Probe, StartGuest,
-    StopGuest, Trust,
+    ApiError, AttachGuest, Client, ErrorCode, GuestState, JoinRealm, Limit, PlanRequest, Probe,
+    StartGuest, StopGuest, Trust,
 };
 use longhaul_protocol::units::show_bit_rate;
 use output::Output;
@@ -49,14 +51,13 @@ pub(crate) fn run() -> ExitCode {
         log_to_stderr();
         return front::run(args);
     }
-    let result = runtime(matches!(cli.command, Command::Agent(_)))
-        .map_err(CliError::from)
-        .and_then(|runtime| {
-            let result = runtime.block_on(perform(cli, &output));
-            // A thread may still wait for a line of the terminal; it is abandoned.
-            runtime.shutdown_background();
-            result
-        });
+    let serves = matches!(cli.command, Command::Agent(_) | Command::Rendezvous(_));
+    let result = runtime(serves).map_err(CliError::from).and_then(|runtime| {
+        let result = runtime.block_on(perform(cli, &output));
+        // A thread may still wait for a line of the terminal; it is abandoned.
+        runtime.shutdown_background();
+        result
+    });
     match result {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
@@ -70,8 +71,8 @@ pub(crate) fn run() -> ExitCode {
     }
 }
 
-fn runtime(agent: bool) -> std::io::Result<tokio::runtime::Runtime> {
-    let mut builder = if agent {
+fn runtime(serves: bool) -> std::io::Result<tokio::runtime::Runtime> {
+    let mut builder = if serves {
         tokio::runtime::Builder::new_multi_thread()
     } else {
         tokio::runtime::Builder::new_current_thread()
@@ -99,6 +100,18 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
         Command::Image(args) => return image::run(output, args),
         // Handled before the runtime is created.
         Command::DiskFront(_) => {}
+        Command::Realm(args) => return realm::realm(output, args).await,
+        Command::Network(args) => return realm::network(output, args),
+        Command::Rendezvous(args) => {
+            log_to_stderr();
+            rendezvous::run(output, args).await?;
+        }
+        Command::Host(HostArgs {
+            command: Some(HostCommand::Invite(args)),
+        }) => realm::invite(output, args)?,
+        Command::Host(HostArgs {
+            command: Some(HostCommand::Remove(args)),
+        }) => realm::remove(output, args)?,
         Command::Journal { command } => return journal::run(output, command),
         Command::Doctor(args) => return doctor::doctor(client()?, output, args).await,
         Command::Host(args) => host(&client()?, output, args.command).await?,
@@ -181,6 +194,25 @@ async fn host(
                 done(format!("{name} is trusted no longer"))
             })
         }
+        HostCommand::Join { token } => {
+            let status = client.join_realm(&JoinRealm { token }).await?;
+            show(output, &status, || show::realm::joined(&status))
+        }
+        HostCommand::Realm => {
+            let status = client.realm().await?;
+            show(output, &status, || show::realm::realm(&status))
+        }
+        HostCommand::Leave => {
+            client.leave_realm().await?;
+            show(output, &json!({ "left": true }), || {
+                let mut lines = done("this host is in no realm any more".to_owned());
+                let text = "  its operator removes it with:  longhaul host remove NAME";
+                lines.push(Line::text(text));
+                lines
+            })
+        }
+        // Handled before an agent is asked.
+        HostCommand::Invite(_) | HostCommand::Remove(_) => Ok(()),
         HostCommand::Probe(ProbeArgs {
             name,
             seconds,

@@ -1,9 +1,9 @@
-//! Rulesets and admissions at a host: from servers, from other hosts, to the disk.
+//! Rulesets and enrolments at a host: from servers, from other hosts, to the disk.
 
 use super::{Action, GOSSIP, Member, Notice, RETRY, Record, Write};
 use crate::Now;
-use crate::admission::Admission;
-use crate::membership::{AdmitError, RulesetError, Standing, Why};
+use crate::enrolment::Enrolment;
+use crate::membership::{EnrolError, RulesetError, Standing, Why};
 use crate::protocol::Gossip;
 use crate::relay::Bucket;
 use crate::ruleset::{NotNewer, SignedRuleset, VerifiedRuleset};
@@ -69,16 +69,16 @@ impl Member {
         self.tell_peers();
     }
 
-    pub(super) fn admissions(&mut self, now: Now, from: HostId, admissions: &[Admission]) {
+    pub(super) fn enrolments(&mut self, now: Now, from: HostId, enrolments: &[Enrolment]) {
         let mut changed = false;
-        for admission in admissions {
-            match self.membership.admit(admission, now.unix_s) {
+        for enrolment in enrolments {
+            match self.membership.enrol(enrolment, now.unix_s) {
                 Ok(true) => {
                     changed = true;
-                    self.persist(Record::Admission(Box::new(admission.clone())), Write::Other);
-                    self.report_twice(admission);
+                    self.persist(Record::Enrolment(Box::new(enrolment.clone())), Write::Other);
+                    self.report_twice(enrolment);
                 }
-                Ok(false) | Err(AdmitError::Void(_)) => {}
+                Ok(false) | Err(EnrolError::Void(_)) => {}
                 Err(error) => self.notice(Notice::Document(from, error.to_string())),
             }
         }
@@ -89,11 +89,11 @@ impl Member {
         }
     }
 
-    fn report_twice(&mut self, admission: &Admission) {
-        let Ok(verified) = admission.verify(self.config.realm) else {
+    fn report_twice(&mut self, enrolment: &Enrolment) {
+        let Ok(verified) = enrolment.verify(self.config.realm) else {
             return;
         };
-        let of_token = self.membership.admissions();
+        let of_token = self.membership.enrolments();
         let of_token = of_token.filter(|other| other.token() == verified.token());
         let hosts: Vec<HostId> = of_token.map(|other| other.host()).collect();
         if hosts.len() > 1 {
@@ -156,14 +156,14 @@ impl Member {
                     let ruleset = Gossip::Ruleset(ruleset.signed().clone());
                     self.act(Action::Gossip(host, ruleset));
                 }
-                if theirs.admissions != ours.admissions {
-                    let admissions = self.membership.admissions();
-                    let admissions = admissions.map(|one| one.admission().clone()).collect();
-                    self.act(Action::Gossip(host, Gossip::Admissions(admissions)));
+                if theirs.enrolments != ours.enrolments {
+                    let enrolments = self.membership.enrolments();
+                    let enrolments = enrolments.map(|one| one.enrolment().clone()).collect();
+                    self.act(Action::Gossip(host, Gossip::Enrolments(enrolments)));
                 }
             }
             Gossip::Ruleset(ruleset) => self.ruleset(host, &ruleset),
-            Gossip::Admissions(admissions) => self.admissions(now, host, &admissions),
+            Gossip::Enrolments(enrolments) => self.enrolments(now, host, &enrolments),
         }
     }
 }

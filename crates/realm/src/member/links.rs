@@ -2,7 +2,7 @@
 
 use super::{Action, Member, Notice};
 use crate::Now;
-use crate::admission::VerifiedAdmission;
+use crate::enrolment::VerifiedEnrolment;
 use crate::protocol::{Refused, RefusedCode, Register, ToServer};
 use crate::ruleset::ServerEntry;
 use longhaul_protocol::HostId;
@@ -124,10 +124,10 @@ impl Member {
         let own = self.config.host;
         let ruleset = self.membership.ruleset();
         let listed = ruleset.is_some_and(|ruleset| ruleset.host(own).is_some());
-        let of_own = |admission: &&VerifiedAdmission| admission.host() == own;
-        let admission = self.membership.admissions().find(of_own);
-        match admission.map(|admission| admission.admission().clone()) {
-            Some(admission) if !listed => self.send(server, ToServer::Join(Box::new(admission))),
+        let of_own = |enrolment: &&VerifiedEnrolment| enrolment.host() == own;
+        let enrolment = self.membership.enrolments().find(of_own);
+        match enrolment.map(|enrolment| enrolment.enrolment().clone()) {
+            Some(enrolment) if !listed => self.send(server, ToServer::Join(Box::new(enrolment))),
             _ => self.register(now, server),
         }
     }
@@ -157,7 +157,7 @@ impl Member {
             candidates: self.candidates.clone(),
             networks: self.networks.clone(),
             version: have.version,
-            admissions: have.admissions,
+            enrolments: have.enrolments,
         };
         if let Some(link) = self.links.get_mut(&server) {
             // A registered link stays in use while it is refreshed.

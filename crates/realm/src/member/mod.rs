@@ -9,7 +9,7 @@ mod documents;
 mod links;
 mod requests;
 
-use crate::admission::Admission;
+use crate::enrolment::Enrolment;
 use crate::key::RealmId;
 use crate::limits::CANDIDATES_MAX;
 use crate::membership::{Membership, Standing, Why};
@@ -56,8 +56,8 @@ pub struct Config {
 pub struct Kept {
     /// The ruleset in force.
     pub ruleset: Option<SignedRuleset>,
-    /// Admissions. The host's own one is put here before the first start.
-    pub admissions: Vec<Admission>,
+    /// Enrolments. The host's own one is put here before the first start.
+    pub enrolments: Vec<Enrolment>,
 }
 
 /// One write.
@@ -65,8 +65,8 @@ pub struct Kept {
 pub enum Record {
     /// Replaces the ruleset.
     Ruleset(SignedRuleset),
-    /// Adds an admission.
-    Admission(Box<Admission>),
+    /// Adds an enrolment.
+    Enrolment(Box<Enrolment>),
 }
 
 impl Kept {
@@ -74,8 +74,8 @@ impl Kept {
     pub fn apply(&mut self, record: Record) {
         match record {
             Record::Ruleset(ruleset) => self.ruleset = Some(ruleset),
-            Record::Admission(admission) if self.admissions.contains(&admission) => {}
-            Record::Admission(admission) => self.admissions.push(*admission),
+            Record::Enrolment(enrolment) if self.enrolments.contains(&enrolment) => {}
+            Record::Enrolment(enrolment) => self.enrolments.push(*enrolment),
         }
     }
 }
@@ -206,7 +206,7 @@ pub enum Notice {
     Document(HostId, String),
     /// A server refused this host.
     Refused(HostId, Refused),
-    /// Two hosts use one token: neither is admitted.
+    /// Two hosts use one token: neither is enrolled.
     TokenUsedTwice(Vec<HostId>),
     /// A server named a host that is no member.
     Stranger(HostId, HostId),
@@ -264,9 +264,9 @@ impl Member {
         if let Some(ruleset) = &kept.ruleset {
             membership.install(ruleset.verify(config.realm)?, now.unix_s);
         }
-        for admission in &kept.admissions {
+        for enrolment in &kept.enrolments {
             // Those of the past are settled.
-            let _ = membership.admit(admission, now.unix_s);
+            let _ = membership.enrol(enrolment, now.unix_s);
         }
         let mut member = Self {
             config,
@@ -355,10 +355,10 @@ impl Member {
     /// Returns what has to be kept, without what is settled: an owner may write it in place of all
     /// records that were durable before.
     pub fn kept(&self) -> Kept {
-        let admissions = self.membership.admissions();
+        let enrolments = self.membership.enrolments();
         Kept {
             ruleset: self.membership.verified().map(|r| r.signed().clone()),
-            admissions: admissions.map(|one| one.admission().clone()).collect(),
+            enrolments: enrolments.map(|one| one.enrolment().clone()).collect(),
         }
     }
 
@@ -377,7 +377,7 @@ impl Member {
         Have {
             realm: self.config.realm,
             version: self.membership.version(),
-            admissions: self.membership.admissions_digest(),
+            enrolments: self.membership.enrolments_digest(),
         }
     }
 
@@ -411,7 +411,7 @@ impl Member {
                 self.is_registered(now, server, ttl_s, version);
             }
             ToHost::Ruleset(ruleset) => self.ruleset(server, &ruleset),
-            ToHost::Admissions(admissions) => self.admissions(now, server, &admissions),
+            ToHost::Enrolments(enrolments) => self.enrolments(now, server, &enrolments),
             ToHost::Joined => self.register(now, server),
             ToHost::Introduced {
                 request,

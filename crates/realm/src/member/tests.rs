@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::protocol::RefusedCode;
-use crate::tests_common::{NOW_S, admission, id, key, ruleset, signed};
+use crate::tests_common::{NOW_S, enrolment, id, key, ruleset, signed};
 
 fn at(ms: u64) -> Now {
     Now {
@@ -32,7 +32,7 @@ fn rules(version: u64, hosts: &[u8]) -> crate::ruleset::Ruleset {
 fn member() -> Member {
     let kept = Kept {
         ruleset: Some(signed(&rules(1, &[1, 2, 3])).signed().clone()),
-        admissions: Vec::new(),
+        enrolments: Vec::new(),
     };
     Member::new(config(1), &kept, 1, at(0)).unwrap()
 }
@@ -157,7 +157,7 @@ fn a_server_names_no_member() {
 fn it_joins_before_it_registers() {
     let kept = Kept {
         ruleset: None,
-        admissions: vec![admission(9, 50)],
+        enrolments: vec![enrolment(9, 50)],
     };
     let mut member = Member::new(config(50), &kept, 1, at(0)).unwrap();
     member.handle(at(0), Input::Timeout);

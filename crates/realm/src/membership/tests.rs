@@ -1,10 +1,10 @@
-//! Tests of rulesets, admissions, and what follows from them.
+//! Tests of rulesets, enrolments, and what follows from them.
 
 use super::*;
 use crate::key::Signature;
 use crate::ruleset::{Arbiter, StoreId, Tombstone};
 use crate::signed::{Signed, sign};
-use crate::tests_common::{NOW_S, admission, host, id, key, network, ruleset, signed, token};
+use crate::tests_common::{NOW_S, enrolment, host, id, key, network, ruleset, signed, token};
 
 type Change<'a> = &'a dyn Fn(&mut Ruleset);
 
@@ -145,12 +145,12 @@ fn an_ended_ruleset_keeps_what_is_connected_for_a_day() {
 }
 
 #[test]
-fn a_token_admits_one_host_until_the_ruleset_lists_it() {
+fn a_token_makes_one_host_a_member_until_the_ruleset_lists_it() {
     let mut membership = with(&ruleset(1, &[1]));
-    assert_eq!(membership.admit(&admission(9, 50), NOW_S), Ok(true));
-    assert_eq!(membership.admit(&admission(9, 50), NOW_S), Ok(false));
+    assert_eq!(membership.enrol(&enrolment(9, 50), NOW_S), Ok(true));
+    assert_eq!(membership.enrol(&enrolment(9, 50), NOW_S), Ok(false));
     let Standing::Member(member) = membership.standing(id(50), NOW_S) else {
-        panic!("not admitted");
+        panic!("not a member");
     };
     assert!(member.pending && member.name == "host-9" && member.site == "oslo");
     assert_eq!(member.networks, [crate::ruleset::NetworkId([1; 8])]);
@@ -162,48 +162,48 @@ fn a_token_admits_one_host_until_the_ruleset_lists_it() {
     let mut listed = ruleset(2, &[1, 50]);
     listed.hosts[1].token = Some(TokenId([9; 16]));
     membership.install(signed(&listed), NOW_S);
-    assert_eq!(membership.admissions().count(), 0);
-    let error = membership.admit(&admission(9, 51), NOW_S).unwrap_err();
-    assert_eq!(error, AdmitError::Void(Why::TokenTaken));
+    assert_eq!(membership.enrolments().count(), 0);
+    let error = membership.enrol(&enrolment(9, 51), NOW_S).unwrap_err();
+    assert_eq!(error, EnrolError::Void(Why::TokenTaken));
 }
 
 #[test]
-fn a_token_that_two_hosts_used_admits_neither_in_any_order() {
+fn a_token_that_two_hosts_used_makes_neither_a_member_in_any_order() {
     let orders = [[50, 51, 52], [52, 51, 50]];
     let digests = orders.map(|order| {
         let mut membership = with(&ruleset(1, &[1]));
         for host in order {
-            let _ = membership.admit(&admission(9, host), NOW_S);
+            let _ = membership.enrol(&enrolment(9, host), NOW_S);
         }
         assert_eq!(why(&membership, order[0]), Why::TokenUsedTwice);
         assert_eq!(why(&membership, order[1]), Why::TokenUsedTwice);
-        membership.admissions_digest()
+        membership.enrolments_digest()
     });
     assert_eq!(digests[0], digests[1]);
 }
 
 #[test]
-fn an_admission_cannot_be_invented_or_redirected() {
+fn an_enrolment_cannot_be_invented_or_redirected() {
     let mut membership = with(&ruleset(1, &[1]));
-    let mut redirected = admission(9, 50);
+    let mut redirected = enrolment(9, 50);
     redirected.host = id(66);
-    let error = membership.admit(&redirected, NOW_S).unwrap_err();
-    assert_eq!(error, AdmitError::Admission(AdmissionError::Signature));
+    let error = membership.enrol(&redirected, NOW_S).unwrap_err();
+    assert_eq!(error, EnrolError::Enrolment(EnrolmentError::Signature));
     // A token whose one-time key is the attacker's: the realm's signature breaks.
-    let own = Admission::new(&token(9), &key(66), id(66), NOW_S);
-    assert!(membership.admit(&own, NOW_S).is_err());
-    let late = Admission::new(&token(9), &key(9), id(50), NOW_S + 86_401);
-    let error = membership.admit(&late, NOW_S).unwrap_err();
+    let own = Enrolment::new(&token(9), &key(66), id(66), NOW_S);
+    assert!(membership.enrol(&own, NOW_S).is_err());
+    let late = Enrolment::new(&token(9), &key(9), id(50), NOW_S + 86_401);
+    let error = membership.enrol(&late, NOW_S).unwrap_err();
     assert!(matches!(
         error,
-        AdmitError::Admission(AdmissionError::Late { .. })
+        EnrolError::Enrolment(EnrolmentError::Late { .. })
     ));
 }
 
 #[test]
 fn removed_hosts_and_revoked_tokens_stay_out() {
     let mut membership = with(&ruleset(1, &[1]));
-    membership.admit(&admission(9, 50), NOW_S).unwrap();
+    membership.enrol(&enrolment(9, 50), NOW_S).unwrap();
     let mut next = ruleset(2, &[1]);
     next.removed = vec![Tombstone {
         id: id(50),
@@ -211,19 +211,19 @@ fn removed_hosts_and_revoked_tokens_stay_out() {
     }];
     membership.install(signed(&next), NOW_S);
     assert_eq!(why(&membership, 50), Why::Removed);
-    let error = membership.admit(&admission(9, 50), NOW_S).unwrap_err();
-    assert_eq!(error, AdmitError::Void(Why::Removed));
+    let error = membership.enrol(&enrolment(9, 50), NOW_S).unwrap_err();
+    assert_eq!(error, EnrolError::Void(Why::Removed));
     next.version = 3;
     next.revoked = vec![TokenId([8; 16])];
     membership.install(signed(&next), NOW_S);
-    let error = membership.admit(&admission(8, 60), NOW_S).unwrap_err();
-    assert_eq!(error, AdmitError::Void(Why::Revoked));
+    let error = membership.enrol(&enrolment(8, 60), NOW_S).unwrap_err();
+    assert_eq!(error, EnrolError::Void(Why::Revoked));
 }
 
 #[test]
 fn one_name_has_one_host() {
     let mut membership = with(&ruleset(1, &[9]));
-    membership.admit(&admission(9, 50), NOW_S).unwrap();
+    membership.enrol(&enrolment(9, 50), NOW_S).unwrap();
     assert_eq!(why(&membership, 50), Why::NameTaken);
     assert_eq!(membership.by_name("host-9", NOW_S), Some(id(9)));
 }

@@ -1,6 +1,6 @@
 //! Owns what a server keeps over restarts.
 
-use crate::admission::Admission;
+use crate::enrolment::Enrolment;
 use crate::key::RealmId;
 use crate::protocol::Lease;
 use crate::ruleset::{SignedRuleset, StoreId};
@@ -22,7 +22,7 @@ pub struct DurableRealm {
     /// The ruleset in force.
     pub ruleset: Option<SignedRuleset>,
     /// Used tokens.
-    pub admissions: Vec<Admission>,
+    pub enrolments: Vec<Enrolment>,
     /// Leases, by guest.
     pub leases: BTreeMap<String, LeaseEntry>,
 }
@@ -42,7 +42,7 @@ pub enum Record {
     /// Replaces the ruleset of a realm.
     Ruleset(SignedRuleset),
     /// Adds the use of a token.
-    Admission(Box<Admission>),
+    Enrolment(Box<Enrolment>),
     /// Replaces the leases of a guest.
     Lease {
         /// The realm.
@@ -70,11 +70,11 @@ impl Durable {
                 let realm = self.realms.entry(ruleset.key.realm()).or_default();
                 realm.ruleset = Some(ruleset);
             }
-            Record::Admission(admission) => {
-                let id = admission.authorisation.key.realm();
+            Record::Enrolment(enrolment) => {
+                let id = enrolment.authorisation.key.realm();
                 let realm = self.realms.entry(id).or_default();
-                if !realm.admissions.contains(&admission) {
-                    realm.admissions.push(*admission);
+                if !realm.enrolments.contains(&enrolment) {
+                    realm.enrolments.push(*enrolment);
                 }
             }
             Record::Lease {

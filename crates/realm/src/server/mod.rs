@@ -15,7 +15,7 @@ pub use durable::{Durable, DurableRealm, LeaseEntry, Record};
 
 use crate::key::RealmId;
 use crate::limits::{CANDIDATES_MAX, TEXT_BYTES_MAX, TTL_S};
-use crate::membership::{AdmitError, Membership, Standing};
+use crate::membership::{EnrolError, Membership, Standing};
 use crate::protocol::{
     Broker, Candidate, Candidates, Have, Peer, Refused, RefusedCode, Register, ToHost, ToServer,
 };
@@ -106,8 +106,11 @@ pub enum Input {
         conn: ConnId,
         /// The host.
         host: HostId,
-        /// Its address.
+        /// Where its relayed datagrams come from: its address, or over TCP a stand-in that no
+        /// host has.
         observed: SocketAddr,
+        /// Whether `observed` is the address of its UDP socket.
+        by_udp: bool,
         /// The round trip, in milliseconds.
         rtt_ms: u16,
     },
@@ -159,7 +162,7 @@ pub enum Action {
 pub struct Counters {
     /// Registrations of strangers that were refused.
     pub strangers: u64,
-    /// Rulesets and admissions that were not accepted, older ones included.
+    /// Rulesets and enrolments that were not accepted, older ones included.
     pub documents: u64,
     /// Second uses of a token.
     pub tokens_reused: u64,
@@ -183,6 +186,7 @@ pub struct Counters {
 struct Conn {
     host: HostId,
     observed: SocketAddr,
+    by_udp: bool,
     rtt_ms: u16,
     messages: Bucket,
     /// When the connection ends unless the host registers again.
@@ -238,11 +242,11 @@ impl Server {
             if let Some(ruleset) = stored.and_then(|stored| stored.ruleset.as_ref()) {
                 membership.install(ruleset.verify(*id)?, now.unix_s);
             }
-            for admission in stored.iter().flat_map(|stored| &stored.admissions) {
-                match membership.admit(admission, now.unix_s) {
+            for enrolment in stored.iter().flat_map(|stored| &stored.enrolments) {
+                match membership.enrol(enrolment, now.unix_s) {
                     // Those of the past are settled.
-                    Ok(_) | Err(AdmitError::Void(_) | AdmitError::Full) => {}
-                    Err(AdmitError::Admission(error)) => {
+                    Ok(_) | Err(EnrolError::Void(_) | EnrolError::Full) => {}
+                    Err(EnrolError::Enrolment(error)) => {
                         return Err(DocumentError::Content(error.to_string()));
                     }
                 }
@@ -277,8 +281,9 @@ impl Server {
                 conn,
                 host,
                 observed,
+                by_udp,
                 rtt_ms,
-            } => self.connected(now, conn, host, observed, rtt_ms),
+            } => self.connected(now, conn, host, (observed, by_udp), rtt_ms),
             Input::ServerConnected {
                 conn,
                 server,
@@ -347,7 +352,7 @@ impl Server {
         now: Now,
         conn: ConnId,
         host: HostId,
-        observed: SocketAddr,
+        (observed, by_udp): (SocketAddr, bool),
         rtt_ms: u16,
     ) {
         let limits = self.config.limits;
@@ -361,6 +366,7 @@ impl Server {
         let entry = Conn {
             host,
             observed,
+            by_udp,
             rtt_ms,
             messages: Bucket::new(limits.messages, now.steady),
             until: now.steady + UNREGISTERED,
@@ -420,7 +426,7 @@ impl Server {
         }
         match message {
             ToServer::Register(register) => self.register(now, conn, register),
-            ToServer::Join(admission) => self.join(now, conn, &admission),
+            ToServer::Join(enrolment) => self.join(now, conn, &enrolment),
             ToServer::Ruleset(ruleset) => self.ruleset(Some(conn), &ruleset),
             ToServer::Bye => self.end(conn, "done"),
             other => {
@@ -496,8 +502,8 @@ impl Server {
         {
             answers.push(ToHost::Ruleset(ruleset.signed().clone()));
         }
-        if register.admissions != have.admissions {
-            answers.push(ToHost::Admissions(state.admissions()));
+        if register.enrolments != have.enrolments {
+            answers.push(ToHost::Enrolments(state.enrolments()));
         }
         self.relay.moved(host, Some(observed));
         let sends = answers.into_iter().map(|answer| Action::Send(conn, answer));
@@ -572,7 +578,7 @@ impl Server {
     fn peer(conn: &Conn) -> Peer {
         let mut candidates = conn.candidates.clone();
         let known = |candidate: &Candidate| candidate.address == conn.observed;
-        if !candidates.candidates.iter().any(known) {
+        if conn.by_udp && !candidates.candidates.iter().any(known) {
             candidates.candidates.truncate(CANDIDATES_MAX - 1);
             candidates.candidates.push(Candidate {
                 kind: REFLEXIVE,

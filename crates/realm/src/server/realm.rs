@@ -1,10 +1,10 @@
-//! Rulesets and admissions at a server: judged, made durable, passed on.
+//! Rulesets and enrolments at a server: judged, made durable, passed on.
 
 use super::{Action, ConnId, LeaseEntry, RETRY, Record, Server, WriteId};
 use crate::Now;
-use crate::admission::{Admission, TokenId};
+use crate::enrolment::{Enrolment, TokenId};
 use crate::key::RealmId;
-use crate::membership::{AdmitError, Membership, RulesetError, Standing, Why};
+use crate::membership::{EnrolError, Membership, RulesetError, Standing, Why};
 use crate::protocol::{Broker, Have, RefusedCode, ToHost};
 use crate::ruleset::{NotNewer, SignedRuleset, VerifiedRuleset};
 use longhaul_protocol::HostId;
@@ -24,14 +24,17 @@ pub(super) struct RealmState {
     joining: BTreeMap<TokenId, HostId>,
     /// The highest version that is being written.
     version_writing: u64,
+    /// Who gave a version that is being written already, and waits for the answer.
+    givers: Vec<ConnId>,
 }
 
 /// What waits for a write.
 #[derive(Debug)]
 pub(super) enum Write {
-    Ruleset(Box<VerifiedRuleset>),
+    /// A ruleset, and the connection that gave it.
+    Ruleset(Box<VerifiedRuleset>, Option<ConnId>),
     /// A use of a token, and the connection that waits for the answer.
-    Admission(Box<Admission>, Option<ConnId>),
+    Enrolment(Box<Enrolment>, Option<ConnId>),
     Lease {
         realm: RealmId,
         guest: String,
@@ -53,6 +56,7 @@ impl RealmState {
             unsure: BTreeSet::new(),
             joining: BTreeMap::new(),
             version_writing: 0,
+            givers: Vec::new(),
         }
     }
 
@@ -60,13 +64,13 @@ impl RealmState {
         Have {
             realm: self.membership.realm(),
             version: self.membership.version(),
-            admissions: self.membership.admissions_digest(),
+            enrolments: self.membership.enrolments_digest(),
         }
     }
 
-    pub(super) fn admissions(&self) -> Vec<Admission> {
-        let admissions = self.membership.admissions();
-        admissions.map(|one| one.admission().clone()).collect()
+    pub(super) fn enrolments(&self) -> Vec<Enrolment> {
+        let enrolments = self.membership.enrolments();
+        enrolments.map(|one| one.enrolment().clone()).collect()
     }
 }
 
@@ -92,11 +96,15 @@ impl Server {
             Ok(verified) if verified.content().version > state.version_writing => {
                 state.version_writing = verified.content().version;
                 let record = Record::Ruleset(verified.signed().clone());
-                self.persist(record, Write::Ruleset(Box::new(verified)));
+                self.persist(record, Write::Ruleset(Box::new(verified), conn));
             }
-            // Who has an older one gets the newer one anyway.
-            Ok(_) | Err(RulesetError::NotNewer(NotNewer::Same { .. } | NotNewer::Older { .. })) => {
+            // A host that has an older one gets the newer one when it registers.
+            Err(RulesetError::NotNewer(NotNewer::Same { .. } | NotNewer::Older { .. })) => {
+                if let Some(conn) = conn {
+                    self.answer_giver(id, conn, true);
+                }
             }
+            Ok(_) => state.givers.extend(conn),
             Err(error) => {
                 self.counters.documents += 1;
                 if let Some(conn) = conn {
@@ -107,20 +115,41 @@ impl Server {
         }
     }
 
+    /// Who gave a ruleset without being registered is an operator: it gets the one in force, as the
+    /// answer, and the enrolments, which the next version may settle.
+    fn answer_giver(&mut self, realm: RealmId, conn: ConnId, durable: bool) {
+        let registered = self
+            .conns
+            .get(&conn)
+            .is_none_or(|conn| conn.realm.is_some());
+        let Some(state) = self.realms.get(&realm).filter(|_| !registered) else {
+            return;
+        };
+        if !durable {
+            return self.storage_fails(conn, 0);
+        }
+        let enrolments = ToHost::Enrolments(state.enrolments());
+        if let Some(ruleset) = state.membership.verified() {
+            let ruleset = ToHost::Ruleset(ruleset.signed().clone());
+            self.actions.push_back(Action::Send(conn, enrolments));
+            self.actions.push_back(Action::Send(conn, ruleset));
+        }
+    }
+
     /// A host uses a token.
-    pub(super) fn join(&mut self, now: Now, conn: ConnId, admission: &Admission) {
+    pub(super) fn join(&mut self, now: Now, conn: ConnId, enrolment: &Enrolment) {
         let Some(host) = self.conns.get(&conn).map(|entry| entry.host) else {
             return;
         };
-        let realm = admission.authorisation.key.realm();
+        let realm = enrolment.authorisation.key.realm();
         let Some(state) = self.realms.get_mut(&realm) else {
             let text = "this server does not serve the realm of the token";
             return self.refuse(conn, 0, RefusedCode::UnknownRealm, text, None);
         };
-        let verified = match admission.verify(realm) {
+        let verified = match enrolment.verify(realm) {
             Ok(verified) if verified.host() == host => verified,
             Ok(_) => {
-                let text = "the admission names another host than the one that is connected";
+                let text = "the enrolment names another host than the one that is connected";
                 return self.refuse(conn, 0, RefusedCode::Document, text, None);
             }
             Err(error) => {
@@ -143,12 +172,12 @@ impl Server {
         }
         let expires_s = verified.authorisation().expires_s;
         let refusal = if now.unix_s > expires_s {
-            Some(crate::admission::AdmissionError::Late { expires_s }.to_string())
+            Some(crate::enrolment::EnrolmentError::Late { expires_s }.to_string())
         } else {
             // What it would be is tried out on a copy.
             let mut copy = state.membership.clone();
-            let admitted = copy.admit(admission, now.unix_s);
-            admitted.err().map(|error| error.to_string()).or_else(|| {
+            let enrolled = copy.enrol(enrolment, now.unix_s);
+            enrolled.err().map(|error| error.to_string()).or_else(|| {
                 match copy.standing(host, now.unix_s) {
                     Standing::Stranger(Why::NoRuleset) | Standing::Member(_) => None,
                     Standing::Expired(_) => Some(Why::Ended.to_string()),
@@ -161,20 +190,28 @@ impl Server {
             return self.refuse(conn, 0, RefusedCode::Document, &text, Some(hint));
         }
         state.joining.insert(token, host);
-        let admission = Box::new(admission.clone());
-        let record = Record::Admission(admission.clone());
-        self.persist(record, Write::Admission(admission, Some(conn)));
+        let enrolment = Box::new(enrolment.clone());
+        let record = Record::Enrolment(enrolment.clone());
+        self.persist(record, Write::Enrolment(enrolment, Some(conn)));
     }
 
     pub(super) fn written(&mut self, now: Now, write: WriteId, durable: bool) {
         match self.writes.remove(&write) {
-            Some(Write::Ruleset(ruleset)) => self.install(now, *ruleset, durable),
-            Some(Write::Admission(admission, conn)) if durable => {
-                self.admitted(now, &admission, conn);
+            Some(Write::Ruleset(ruleset, conn)) => {
+                let realm = ruleset.content().realm;
+                self.install(now, *ruleset, durable);
+                let state = self.realms.get_mut(&realm);
+                let waiting = state.map(|state| std::mem::take(&mut state.givers));
+                for giver in waiting.into_iter().flatten().chain(conn) {
+                    self.answer_giver(realm, giver, durable);
+                }
+            }
+            Some(Write::Enrolment(enrolment, conn)) if durable => {
+                self.enrolled(now, &enrolment, conn);
             }
             // The host that was written stays the only one that may use the token: a failed write
             // may have reached the disk.
-            Some(Write::Admission(_, Some(conn))) => self.storage_fails(conn, 0),
+            Some(Write::Enrolment(_, Some(conn))) => self.storage_fails(conn, 0),
             Some(Write::Lease {
                 realm,
                 guest,
@@ -185,7 +222,7 @@ impl Server {
             Some(Write::Again(realm)) if !durable => {
                 self.retries.push((now.steady + RETRY, realm));
             }
-            Some(Write::Admission(_, None) | Write::Again(_)) | None => {}
+            Some(Write::Enrolment(_, None) | Write::Again(_)) | None => {}
         }
     }
 
@@ -239,20 +276,20 @@ impl Server {
         }
     }
 
-    fn admitted(&mut self, now: Now, admission: &Admission, conn: Option<ConnId>) {
-        let realm = admission.authorisation.key.realm();
+    fn enrolled(&mut self, now: Now, enrolment: &Enrolment, conn: Option<ConnId>) {
+        let realm = enrolment.authorisation.key.realm();
         let Some(state) = self.realms.get_mut(&realm) else {
             return;
         };
-        if let Ok(true) = state.membership.admit(admission, now.unix_s) {
-            let one = vec![admission.clone()];
+        if let Ok(true) = state.membership.enrol(enrolment, now.unix_s) {
+            let one = vec![enrolment.clone()];
             for other in state.registered.values() {
-                let push = ToHost::Admissions(one.clone());
+                let push = ToHost::Enrolments(one.clone());
                 self.actions.push_back(Action::Send(*other, push));
             }
-            self.tell_servers(realm, |_| Broker::Admissions {
+            self.tell_servers(realm, |_| Broker::Enrolments {
                 realm,
-                admissions: one.clone(),
+                enrolments: one.clone(),
             });
         }
         if let Some(conn) = conn.filter(|conn| self.conns.contains_key(conn)) {
@@ -293,9 +330,9 @@ impl Server {
         match message {
             Broker::Have(have) => self.other_has(conn, have),
             Broker::Ruleset(ruleset) => self.ruleset(None, &ruleset),
-            Broker::Admissions { realm, admissions } => {
-                for admission in &admissions {
-                    self.foreign_admission(now, realm, admission);
+            Broker::Enrolments { realm, enrolments } => {
+                for enrolment in &enrolments {
+                    self.foreign_enrolment(now, realm, enrolment);
                 }
             }
             Broker::Find {
@@ -336,32 +373,32 @@ impl Server {
             let ruleset = Broker::Ruleset(ruleset.signed().clone());
             self.actions.push_back(Action::SendBroker(conn, ruleset));
         }
-        if theirs.admissions != ours.admissions {
-            let admissions = Broker::Admissions {
+        if theirs.enrolments != ours.enrolments {
+            let enrolments = Broker::Enrolments {
                 realm: theirs.realm,
-                admissions: state.admissions(),
+                enrolments: state.enrolments(),
             };
-            self.actions.push_back(Action::SendBroker(conn, admissions));
+            self.actions.push_back(Action::SendBroker(conn, enrolments));
         }
     }
 
-    /// An admission that another server took. A second use of a token is kept as proof.
-    fn foreign_admission(&mut self, now: Now, realm: RealmId, admission: &Admission) {
+    /// An enrolment that another server took. A second use of a token is kept as proof.
+    fn foreign_enrolment(&mut self, now: Now, realm: RealmId, enrolment: &Enrolment) {
         let Some(state) = self.realms.get_mut(&realm) else {
             return;
         };
-        match state.membership.admit(admission, now.unix_s) {
+        match state.membership.enrol(enrolment, now.unix_s) {
             Ok(true) => {
-                let push = vec![admission.clone()];
+                let push = vec![enrolment.clone()];
                 for conn in state.registered.values() {
-                    let push = ToHost::Admissions(push.clone());
+                    let push = ToHost::Enrolments(push.clone());
                     self.actions.push_back(Action::Send(*conn, push));
                 }
-                let admission = Box::new(admission.clone());
-                let record = Record::Admission(admission.clone());
-                self.persist(record, Write::Admission(admission, None));
+                let enrolment = Box::new(enrolment.clone());
+                let record = Record::Enrolment(enrolment.clone());
+                self.persist(record, Write::Enrolment(enrolment, None));
             }
-            Ok(false) | Err(AdmitError::Void(_)) => {}
+            Ok(false) | Err(EnrolError::Void(_)) => {}
             Err(_) => self.counters.documents += 1,
         }
     }

@@ -1,11 +1,11 @@
 //! Tests of the server: each rule of `docs/rendezvous.md` that the simulation does not show.
 
 use super::*;
-use crate::admission::Admission;
+use crate::enrolment::Enrolment;
 use crate::protocol::{Lease, LeaseAnswer, LeaseRequest, SessionId, Target};
 use crate::relay;
 use crate::ruleset::{Arbiter, ServerEntry, StoreId};
-use crate::tests_common::{NOW_S, admission, id, key, ruleset, signed};
+use crate::tests_common::{NOW_S, enrolment, id, key, ruleset, signed};
 use longhaul_protocol::Generation;
 
 const STORE: StoreId = StoreId([7; 16]);
@@ -55,6 +55,7 @@ fn connect(server: &mut Server, host: u8, rtt_ms: u16) -> ConnId {
         conn,
         host: id(host),
         observed: address(host),
+        by_udp: true,
         rtt_ms,
     };
     server.handle(at(0), input);
@@ -70,7 +71,7 @@ fn register(server: &mut Server, host: u8, rtt_ms: u16) -> ConnId {
         candidates: Candidates::default(),
         networks: Vec::new(),
         version: 1,
-        admissions: Membership::new(key(1).public().realm()).admissions_digest(),
+        enrolments: Membership::new(key(1).public().realm()).enrolments_digest(),
     };
     say(server, conn, ToServer::Register(register));
     let sent = sent(server);
@@ -240,7 +241,7 @@ fn strangers_and_foreign_servers_get_nothing() {
         candidates: Candidates::default(),
         networks: Vec::new(),
         version: 0,
-        admissions: 0,
+        enrolments: 0,
     };
     say(&mut server, conn, ToServer::Register(register.clone()));
     let refused = actions(&mut server);
@@ -275,11 +276,11 @@ fn strangers_and_foreign_servers_get_nothing() {
 fn a_token_is_used_once_and_durably() {
     let mut server = server(200);
     let (first, second) = (connect(&mut server, 50, 1), connect(&mut server, 51, 1));
-    let join = |host| ToServer::Join(Box::new(admission(9, host)));
+    let join = |host| ToServer::Join(Box::new(enrolment(9, host)));
     say(&mut server, first, join(50));
     // The answer waits for the disk, and a second host is refused meanwhile.
     let write = match &actions(&mut server)[..] {
-        [Action::Persist(write, Record::Admission(_))] => *write,
+        [Action::Persist(write, Record::Enrolment(_))] => *write,
         other => panic!("{other:?}"),
     };
     say(&mut server, second, join(51));
@@ -300,7 +301,7 @@ fn a_token_is_used_once_and_durably() {
 fn a_failed_write_of_a_token_keeps_it_for_its_host() {
     let mut server = server(200);
     let (first, second) = (connect(&mut server, 50, 1), connect(&mut server, 51, 1));
-    let join = |host| ToServer::Join(Box::new(admission(9, host)));
+    let join = |host| ToServer::Join(Box::new(enrolment(9, host)));
     say(&mut server, first, join(50));
     assert_eq!(code(&persisted(&mut server, false)), RefusedCode::Storage);
     say(&mut server, second, join(51));
@@ -311,14 +312,14 @@ fn a_failed_write_of_a_token_keeps_it_for_its_host() {
 }
 
 #[test]
-fn a_late_or_foreign_admission_is_refused() {
+fn a_late_or_foreign_enrolment_is_refused() {
     let mut server = server(200);
     let conn = connect(&mut server, 50, 1);
-    let late = Input::Message(conn, ToServer::Join(Box::new(admission(9, 50))));
+    let late = Input::Message(conn, ToServer::Join(Box::new(enrolment(9, 50))));
     server.handle(at(86_500_000), late);
     assert_eq!(code(&actions(&mut server)), RefusedCode::Document);
     let own = crate::tests_common::token(9);
-    let forged = Admission::new(&own, &key(66), id(50), NOW_S);
+    let forged = Enrolment::new(&own, &key(66), id(50), NOW_S);
     say(&mut server, conn, ToServer::Join(Box::new(forged)));
     assert_eq!(code(&actions(&mut server)), RefusedCode::Document);
 }
@@ -564,6 +565,7 @@ fn floods_and_crowds_end_at_their_limits() {
             conn: ConnId(1000 + number),
             host: id(9),
             observed: address(9),
+            by_udp: true,
             rtt_ms: 1,
         };
         server.handle(at(0), input);
@@ -573,4 +575,32 @@ fn floods_and_crowds_end_at_their_limits() {
         [Action::Close(ConnId(1004), _)]
     ));
     assert_eq!(server.counters().limited, 2);
+}
+
+#[test]
+fn an_operator_gets_the_ruleset_in_force_when_it_is_durable() {
+    let mut server = server(200);
+    let (one, two) = (connect(&mut server, 90, 1), connect(&mut server, 91, 1));
+    let mut next = rules();
+    next.version = 2;
+    let next = signed(&next).signed().clone();
+    say(&mut server, one, ToServer::Ruleset(next.clone()));
+    let write = match &actions(&mut server)[..] {
+        [Action::Persist(write, Record::Ruleset(_))] => *write,
+        other => panic!("{other:?}"),
+    };
+    // While it is written, nobody is answered; then everybody who gave it is.
+    say(&mut server, two, ToServer::Ruleset(next.clone()));
+    assert!(actions(&mut server).is_empty());
+    server.handle(at(0), Input::Persisted(write));
+    let answer = |conn| {
+        [
+            (conn, ToHost::Enrolments(Vec::new())),
+            (conn, ToHost::Ruleset(next.clone())),
+        ]
+    };
+    assert_eq!(sent(&mut server), [answer(two), answer(one)].concat());
+    let old = signed(&rules()).signed().clone();
+    say(&mut server, one, ToServer::Ruleset(old));
+    assert_eq!(sent(&mut server), answer(one));
 }

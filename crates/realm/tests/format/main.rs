@@ -5,7 +5,7 @@
 mod rendezvous;
 
 use longhaul_protocol::{Generation, HostId};
-use longhaul_realm::admission::{Authorisation, TokenId};
+use longhaul_realm::enrolment::{Authorisation, TokenId};
 use longhaul_realm::key::SigningKey;
 use longhaul_realm::protocol::{
     Broker, Candidate, Candidates, Gossip, Have, Lease, LeaseAnswer, LeaseRequest, Peer, Refused,
@@ -120,7 +120,7 @@ fn examples() -> Vec<(&'static str, Vec<u8>)> {
         candidates: candidates(),
         networks: vec![NetworkId([3; 8])],
         version: 1,
-        admissions: 0,
+        enrolments: 0,
     };
     let peer = Peer {
         id: id(2),
@@ -130,9 +130,9 @@ fn examples() -> Vec<(&'static str, Vec<u8>)> {
     let have = Have {
         realm: key().public().realm(),
         version: 300,
-        admissions: 1,
+        enrolments: 1,
     };
-    let admission = token().admit(id(7), NOW_S).unwrap();
+    let enrolment = token().enrol(id(7), NOW_S).unwrap();
     let refused = Refused {
         request: 9,
         code: RefusedCode::NotHere,
@@ -148,7 +148,7 @@ fn examples() -> Vec<(&'static str, Vec<u8>)> {
         ("ruleset", postcard::to_stdvec(&ruleset()).unwrap()),
         (
             "join",
-            encode(&ToServer::Join(Box::new(admission.clone()))).unwrap(),
+            encode(&ToServer::Join(Box::new(enrolment.clone()))).unwrap(),
         ),
         ("register", encode(&ToServer::Register(register)).unwrap()),
         (

@@ -23,8 +23,8 @@ impl World {
         let mut wrong = None;
         for member in &members {
             let listed = truth.is_some_and(|ruleset| ruleset.host(member.id).is_some());
-            let admitted = self.admitted.iter().any(|(_, id)| *id == member.id);
-            if member.pending == listed || !(listed || admitted) {
+            let enrolled = self.enrolled.iter().any(|(_, id)| *id == member.id);
+            if member.pending == listed || !(listed || enrolled) {
                 wrong = Some("a host accepts a member that the realm did not authorise");
             }
             let removed = self.removed.get(&member.id);
@@ -36,14 +36,14 @@ impl World {
             }
         }
         // Who knows both users of a token accepts neither, unless the ruleset lists one.
-        let users = membership.admissions();
+        let users = membership.enrolments();
         let pairs = users.filter(|a| {
-            let twice = |b: &&longhaul_realm::admission::VerifiedAdmission| {
+            let twice = |b: &&longhaul_realm::enrolment::VerifiedEnrolment| {
                 a.token() == b.token() && a.host() != b.host()
             };
-            membership.admissions().any(|b| twice(&b))
+            membership.enrolments().any(|b| twice(&b))
         });
-        let both: BTreeSet<HostId> = pairs.map(|admission| admission.host()).collect();
+        let both: BTreeSet<HostId> = pairs.map(|enrolment| enrolment.host()).collect();
         if members.iter().any(|m| m.pending && both.contains(&m.id)) {
             wrong = Some("a host accepts one of two users of a token");
         }
@@ -129,7 +129,7 @@ impl World {
                 let version = core.membership().version();
                 return self.fail(&format!("host {host} stays at version {version}"));
             }
-            digests.insert(core.membership().admissions_digest());
+            digests.insert(core.membership().enrolments_digest());
             let registered = core.links().into_iter().filter(|link| link.registered);
             let registered: Vec<HostId> = registered.map(|link| link.server).collect();
             for server in (0..SERVERS).filter(|server| self.plan.evil != Some(*server)) {
@@ -142,7 +142,7 @@ impl World {
             }
         }
         if digests.len() > 1 {
-            self.fail("hosts disagree about admissions in the end");
+            self.fail("hosts disagree about enrolments in the end");
         }
     }
 }

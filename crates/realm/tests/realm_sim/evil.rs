@@ -3,7 +3,7 @@
 use crate::operator::{entry, one_time_key};
 use crate::variant::Variant;
 use crate::world::{Node, Packet, World, evil_id};
-use longhaul_realm::admission::{Admission, Authorisation, TokenId};
+use longhaul_realm::enrolment::{Authorisation, Enrolment, TokenId};
 use longhaul_realm::key::SigningKey;
 use longhaul_realm::protocol::{Candidates, LeaseAnswer, Peer, SessionId, ToHost};
 use longhaul_realm::ruleset::{HostEntry, NetworkId, Ruleset, Scope};
@@ -19,7 +19,7 @@ impl World {
                 Some(ToHost::Ruleset(self.signed[&old.min(2)].1.clone()))
             }
             ToHost::Ruleset(_) => None,
-            ToHost::Admissions(_) if self.rng.one_in(2) => None,
+            ToHost::Enrolments(_) if self.rng.one_in(2) => None,
             ToHost::Lease { request, .. } => Some(ToHost::Lease {
                 request,
                 answer: LeaseAnswer::Granted { before: None },
@@ -82,23 +82,23 @@ impl World {
                 ToHost::Ruleset(signed)
             }
             // A token used for another host: the signature of the true one, or an own key's.
-            3 | 4 if !self.seen_admissions.is_empty() => {
-                let at = self.rng.below(self.seen_admissions.len() as u64) as usize;
-                let mut admission = self.seen_admissions[at].clone();
+            3 | 4 if !self.seen_enrolments.is_empty() => {
+                let at = self.rng.below(self.seen_enrolments.len() as u64) as usize;
+                let mut enrolment = self.seen_enrolments[at].clone();
                 if self.rng.one_in(3) {
                     // A true one, perhaps of a host that was removed.
                 } else if let Some(seed) = self.secret {
-                    let authorisation = admission.authorisation.verify(self.realm).unwrap();
+                    let authorisation = enrolment.authorisation.verify(self.realm).unwrap();
                     let key = one_time_key(&seed);
-                    let joined_s = admission.joined_s;
-                    admission = Admission::new(&authorisation, &key, evil_id(), joined_s);
+                    let joined_s = enrolment.joined_s;
+                    enrolment = Enrolment::new(&authorisation, &key, evil_id(), joined_s);
                 } else if self.rng.one_in(2) {
-                    admission.host = evil_id();
+                    enrolment.host = evil_id();
                 } else {
-                    let authorisation = admission.authorisation.verify(self.realm).unwrap();
-                    admission = Admission::new(&authorisation, &own, evil_id(), 1);
+                    let authorisation = enrolment.authorisation.verify(self.realm).unwrap();
+                    enrolment = Enrolment::new(&authorisation, &own, evil_id(), 1);
                 }
-                ToHost::Admissions(vec![admission])
+                ToHost::Enrolments(vec![enrolment])
             }
             // A token of its own realm.
             5 => {
@@ -115,8 +115,8 @@ impl World {
                     confirm_s: self.true_s() + 1000,
                 };
                 let authorisation = sign(&authorisation, &own).unwrap();
-                let admission = Admission::new(&authorisation, &own, evil_id(), self.true_s());
-                ToHost::Admissions(vec![admission])
+                let enrolment = Enrolment::new(&authorisation, &own, evil_id(), self.true_s());
+                ToHost::Enrolments(vec![enrolment])
             }
             6 => ToHost::RelayOpened {
                 request: 0,

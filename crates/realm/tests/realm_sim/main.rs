@@ -37,7 +37,7 @@ fn print(seed: u64, variant: Variant) {
 }
 
 #[test]
-fn nobody_is_admitted_or_kept_whatever_fails() {
+fn nobody_becomes_or_stays_a_member_whatever_fails() {
     if let Some(seed) = setting("LONGHAUL_SEED") {
         let name = std::env::var("LONGHAUL_VARIANT").unwrap_or_default();
         let named = |variant: &&Variant| format!("{variant:?}") == name;

@@ -3,7 +3,7 @@
 use crate::variant::Variant;
 use crate::world::{HOSTS, Item, Node, SERVERS, World, host_id, server_id};
 use longhaul_protocol::HostId;
-use longhaul_realm::admission::{Authorisation, TokenId};
+use longhaul_realm::enrolment::{Authorisation, TokenId};
 use longhaul_realm::key::SigningKey;
 use longhaul_realm::ruleset::{
     Arbiter, HostEntry, NetworkEntry, NetworkId, Ruleset, Scope, ServerEntry, StoreId, Tombstone,
@@ -100,10 +100,10 @@ impl World {
         let thief = (self.plan.thief && host == 4).then_some(HOSTS - 1);
         for user in [Some(host), thief].into_iter().flatten() {
             let unix_s = self.true_s();
-            let admission = token.admit(host_id(user), unix_s).unwrap();
-            self.admitted.insert((TokenId([number; 16]), host_id(user)));
-            self.seen_admissions.push(admission.clone());
-            self.hosts[user].disk.admissions.push(admission);
+            let enrolment = token.enrol(host_id(user), unix_s).unwrap();
+            self.enrolled.insert((TokenId([number; 16]), host_id(user)));
+            self.seen_enrolments.push(enrolment.clone());
+            self.hosts[user].disk.enrolments.push(enrolment);
             self.hosts[user].started = true;
             self.done.joined += 1;
             self.at(self.now_ms + 1, Item::Restart(Node::Host(user)));
@@ -132,7 +132,7 @@ impl World {
                         removed_s: self.true_s(),
                     });
                 } else if let Some(token) = gone.token {
-                    // Its token is listed for nobody: the admission brings it back.
+                    // Its token is listed for nobody: the enrolment brings it back.
                     self.say(|| format!("no tombstone for {gone:?} of {token:?}"));
                 }
                 self.done.removed += 1;
@@ -148,7 +148,7 @@ impl World {
                     |(_, id): &&(TokenId, HostId)| !listed.contains(id) && !latest.is_removed(*id);
                 let taken =
                     |token: &TokenId| latest.hosts.iter().any(|host| host.token == Some(*token));
-                let joined = self.admitted.iter().find(free).copied();
+                let joined = self.enrolled.iter().find(free).copied();
                 if let Some((token, id)) = joined.filter(|(token, _)| !taken(token)) {
                     next.hosts
                         .push(entry(usize::from(id.0[0] - 1), Some(token)));

@@ -46,7 +46,7 @@ impl World {
                 core: None,
                 disk: Kept {
                     ruleset: member.then(|| signed.clone()),
-                    admissions: Vec::new(),
+                    enrolments: Vec::new(),
                 },
                 started: member,
                 life: 0,
@@ -157,7 +157,7 @@ impl World {
                 }
                 server::Action::SendBroker(conn, message) => {
                     let withheld = self.plan.evil == Some(server)
-                        && matches!(message, Broker::Ruleset(_) | Broker::Admissions { .. });
+                        && matches!(message, Broker::Ruleset(_) | Broker::Enrolments { .. });
                     if !withheld {
                         self.transmit(self.line(conn), node, Packet::Broker(message));
                     }
@@ -293,6 +293,7 @@ impl World {
             conn: ConnId(conn),
             host: host_id(host),
             observed: address(host),
+            by_udp: true,
             rtt_ms: 60,
         };
         self.tell_server(server, input);
@@ -306,6 +307,7 @@ impl World {
             conn: ConnId(conn),
             host: HostId([250; 32]),
             observed: address(100),
+            by_udp: true,
             rtt_ms: 60,
         };
         self.tell_server(server, input);

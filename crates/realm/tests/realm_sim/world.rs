@@ -3,7 +3,7 @@
 use crate::variant::Variant;
 use longhaul_protocol::{Generation, HostId};
 use longhaul_realm::Now;
-use longhaul_realm::admission::{Admission, TokenId};
+use longhaul_realm::enrolment::{Enrolment, TokenId};
 use longhaul_realm::key::{RealmId, SigningKey};
 use longhaul_realm::member::{self, Kept, Member};
 use longhaul_realm::protocol::{Broker, Gossip, ToHost, ToServer};
@@ -180,9 +180,9 @@ pub(crate) struct World {
     pub(crate) realm: RealmId,
     /// All that the operator signed, by version.
     pub(crate) signed: BTreeMap<u64, (Ruleset, SignedRuleset)>,
-    /// All admissions that holders of tokens signed.
-    pub(crate) admitted: BTreeSet<(TokenId, HostId)>,
-    pub(crate) seen_admissions: Vec<Admission>,
+    /// All enrolments that holders of tokens signed.
+    pub(crate) enrolled: BTreeSet<(TokenId, HostId)>,
+    pub(crate) seen_enrolments: Vec<Enrolment>,
     /// When the last write of a node is over: writes are in order.
     pub(crate) written_ms: BTreeMap<Node, u64>,
     pub(crate) secret: Option<[u8; 32]>,
@@ -246,8 +246,8 @@ impl World {
             key,
             realm,
             signed: BTreeMap::new(),
-            admitted: BTreeSet::new(),
-            seen_admissions: Vec::new(),
+            enrolled: BTreeSet::new(),
+            seen_enrolments: Vec::new(),
             written_ms: BTreeMap::new(),
             secret: None,
             removed: BTreeMap::new(),

@@ -9,7 +9,7 @@ use crate::control::CHANNELS_MAX;
 use crate::error::{ConnectError, LinkError};
 use crate::quic::{self, Link, QuicClientConfig, TransportConfig, VarInt};
 use crate::rate::{LimitedFactory, RateLimit, header_bytes};
-use crate::tls::{self, ALPN_CONTROL, ExpectedServer, SERVER_NAME};
+use crate::tls::{self, ALPN_BULK, ALPN_CONTROL, ExpectedServer, SERVER_NAME};
 use crate::trust::TRUSTED_HOSTS_MAX;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
@@ -134,13 +134,13 @@ impl EndpointInner {
         dial: &Dial,
         address: SocketAddr,
     ) -> Result<TransportConfig, String> {
-        let control = dial.alpn == ALPN_CONTROL;
-        let channels = if control { CHANNELS_MAX } else { 0 };
+        let is = |alpn: &[u8]| dial.alpn == alpn;
+        let channels = if is(ALPN_CONTROL) { CHANNELS_MAX } else { 0 };
         let mut transport = common_transport(&self.config)?;
         transport
             .receive_window(VarInt::from_u32(CONTROL_WINDOW_BYTES))
             .max_concurrent_bidi_streams(VarInt::from_u32(channels))
-            .max_concurrent_uni_streams(VarInt::from_u32(u32::from(!control)))
+            .max_concurrent_uni_streams(VarInt::from_u32(u32::from(is(ALPN_BULK))))
             .congestion_controller_factory(Arc::new(LimitedFactory {
                 limit: dial.limit.clone(),
                 header_bytes: header_bytes(address),

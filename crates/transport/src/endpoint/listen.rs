@@ -30,22 +30,30 @@ const INCOMPATIBLE_LINGER: Duration = Duration::from_secs(2);
 type Refusal = (CloseCode, String);
 
 pub(super) async fn listen(endpoint: Arc<EndpointInner>, controls: mpsc::Sender<Control>) {
-    while let Some(incoming) = endpoint.quic.accept().await {
-        let address = incoming.remote_address();
-        let Ok(permit) = endpoint.handshakes.clone().try_acquire_owned() else {
-            debug!(%address, "too many handshakes at once");
-            // An answer to a Retry proves the peer's address.
-            if let Err(error) = incoming.retry() {
-                error.into_incoming().refuse();
-            }
-            continue;
-        };
+    while let Some((incoming, permit)) = endpoint.next_handshake().await {
         tokio::spawn(receive(
             endpoint.clone(),
             incoming,
             permit,
             controls.clone(),
         ));
+    }
+}
+
+impl EndpointInner {
+    /// Returns the next connection whose handshake may begin; `None` when the endpoint is closed.
+    pub(crate) async fn next_handshake(&self) -> Option<(Incoming, OwnedSemaphorePermit)> {
+        loop {
+            let incoming = self.quic.accept().await?;
+            if let Ok(permit) = self.handshakes.clone().try_acquire_owned() {
+                return Some((incoming, permit));
+            }
+            debug!(address = %incoming.remote_address(), "too many handshakes at once");
+            // An answer to a Retry proves the peer's address.
+            if let Err(error) = incoming.retry() {
+                error.into_incoming().refuse();
+            }
+        }
     }
 }
 

@@ -1,7 +1,7 @@
-//! Owns how a host joins while the realm's key is offline: authorisations and admissions.
+//! Owns how a host joins while the realm's key is offline: authorisations and enrolments.
 //!
 //! The operator signs an *authorisation*: the holder of a one-time key may name one host. The
-//! joining host signs its own id with that key: an *admission*. Every host verifies the chain realm
+//! joining host signs its own id with that key: an *enrolment*. Every host verifies the chain realm
 //! key → one-time key → host id by itself. The one-time key travels in the token, from the operator
 //! to the new host; a server never sees it. So a server cannot name a host of its choice.
 
@@ -19,8 +19,8 @@ pub type SignedAuthorisation = Signed<Authorisation>;
 /// A verified authorisation.
 pub type VerifiedAuthorisation = Verified<Authorisation>;
 
-/// Separates admissions from all other signatures.
-const PURPOSE: &str = "longhaul realm admission";
+/// Separates enrolments from all other signatures.
+const PURPOSE: &str = "longhaul realm enrolment";
 
 /// Identifies a token, for the operator's list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -85,7 +85,7 @@ impl Document for Authorisation {
 
 /// The holder of a token names its host. Not verified.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Admission {
+pub struct Enrolment {
     /// What the realm allows.
     pub authorisation: SignedAuthorisation,
     /// The host that joins.
@@ -96,21 +96,21 @@ pub struct Admission {
     pub signature: Signature,
 }
 
-/// An admission whose two signatures were checked.
+/// An enrolment whose two signatures were checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct VerifiedAdmission {
-    admission: Admission,
+pub struct VerifiedEnrolment {
+    enrolment: Enrolment,
     authorisation: VerifiedAuthorisation,
 }
 
-/// Why an admission is not accepted.
+/// Why an enrolment is not accepted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum AdmissionError {
+pub enum EnrolmentError {
     /// The authorisation is not accepted.
     #[error(transparent)]
     Authorisation(#[from] DocumentError),
     /// Not signed by the token's key.
-    #[error("the admission is not signed by its token: it was changed, or names another host")]
+    #[error("the enrolment is not signed by its token: it was changed, or names another host")]
     Signature,
     /// Joined at a time for which the token is not valid.
     #[error("the token could be used until {expires_s} only: ask the operator for another one")]
@@ -130,7 +130,7 @@ fn statement(authorisation: &Authorisation, host: HostId, joined_s: u64) -> Vec<
     .concat()
 }
 
-impl Admission {
+impl Enrolment {
     /// Names the host that uses a token, with the token's one-time key.
     pub fn new(
         authorisation: &VerifiedAuthorisation,
@@ -148,34 +148,34 @@ impl Admission {
     }
 
     /// Verifies both signatures, the realm, and that the host joined in time by its own word.
-    pub fn verify(&self, realm: RealmId) -> Result<VerifiedAdmission, AdmissionError> {
+    pub fn verify(&self, realm: RealmId) -> Result<VerifiedEnrolment, EnrolmentError> {
         let authorisation = self.authorisation.verify(realm)?;
         let content = authorisation.content();
         let statement = statement(content, self.host, self.joined_s);
         if !content.key.verifies(PURPOSE, &statement, &self.signature) {
-            return Err(AdmissionError::Signature);
+            return Err(EnrolmentError::Signature);
         }
         if self.joined_s > content.expires_s {
-            return Err(AdmissionError::Late {
+            return Err(EnrolmentError::Late {
                 expires_s: content.expires_s,
             });
         }
-        Ok(VerifiedAdmission {
-            admission: self.clone(),
+        Ok(VerifiedEnrolment {
+            enrolment: self.clone(),
             authorisation,
         })
     }
 }
 
-impl VerifiedAdmission {
-    /// Returns the admission as it travels.
-    pub fn admission(&self) -> &Admission {
-        &self.admission
+impl VerifiedEnrolment {
+    /// Returns the enrolment as it travels.
+    pub fn enrolment(&self) -> &Enrolment {
+        &self.enrolment
     }
 
     /// Returns the host that joins.
     pub fn host(&self) -> HostId {
-        self.admission.host
+        self.enrolment.host
     }
 
     /// Returns what the realm allows.

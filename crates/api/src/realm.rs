@@ -1,0 +1,104 @@
+//! Defines the realm of a host: its members, networks and rendezvous servers.
+
+use crate::host::Scope;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The use of a token.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct JoinRealm {
+    /// Text of the token, as the operator of the realm gave it.
+    pub token: String,
+}
+
+/// The realm of this host, if it has one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RealmStatus {
+    /// Realm; null if this host joined none.
+    pub realm: Option<Realm>,
+}
+
+/// A realm as this host sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Realm {
+    /// Id of the realm: the SHA-256 digest of its key.
+    pub id: String,
+    /// Name of this host in the realm; null if it is no member.
+    pub name: Option<String>,
+    /// What this host is in the realm.
+    pub standing: RealmStanding,
+    /// Why this host is not a member; null if it is.
+    pub reason: Option<String>,
+    /// Version of the ruleset in force, or 0.
+    pub version: u64,
+    /// When the ruleset ends, in seconds since 1970; null without a ruleset.
+    pub expires_s: Option<u64>,
+    /// Members, this host included.
+    pub members: Vec<RealmMember>,
+    /// Networks.
+    pub networks: Vec<RealmNetwork>,
+    /// Rendezvous servers.
+    pub servers: Vec<RealmServer>,
+    /// What an operator should know, the latest last.
+    pub notices: Vec<String>,
+}
+
+/// What a host is in a realm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RealmStanding {
+    /// A member.
+    Member,
+    /// A member by a token, until a ruleset lists it.
+    Pending,
+    /// A member of a ruleset that has ended: what is connected stays for a day.
+    Expired,
+    /// Not a member.
+    Stranger,
+}
+
+/// A member of a realm.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RealmMember {
+    /// Name of the host in the realm.
+    pub name: String,
+    /// Fingerprint of the host.
+    pub fingerprint: String,
+    /// Site of the host.
+    pub site: String,
+    /// Permissions of the host at other members.
+    pub may: Vec<Scope>,
+    /// Whether it is a member by a token, and in no ruleset yet.
+    pub pending: bool,
+}
+
+/// A network of a realm.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RealmNetwork {
+    /// Name of the network.
+    pub name: String,
+    /// Id of the network: 16 hexadecimal digits.
+    pub id: String,
+    /// Names of the hosts that may have a port in it.
+    pub members: Vec<String>,
+    /// Largest payload of a frame, in bytes.
+    pub mtu: u32,
+}
+
+/// A rendezvous server of a realm.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RealmServer {
+    /// Fingerprint of the server.
+    pub fingerprint: String,
+    /// Addresses of the server.
+    pub addresses: Vec<String>,
+    /// Whether this host is registered there.
+    pub registered: bool,
+    /// Way to the server, while it is connected: `QUIC` or `TCP`.
+    pub way: Option<String>,
+    /// Version of the server's ruleset, as it said last, or 0.
+    pub version: u64,
+    /// Why the last try to connect failed; null if it did not.
+    pub error: Option<String>,
+}
