@@ -102,15 +102,16 @@ model: tests ## explore the handover in every order of events (a minute; deeper:
 	@echo "== model of the handover"
 	target/tests/model
 
-# Guests wait for much of their time, so three lanes of tests run at once: these two, and all others.
-# What the first two say is shown when all have ended. Before that, what follows a guest's memory as
-# it is written runs alone.
+# Guests wait for much of their time, so four lanes of tests run at once: these three, and all
+# others. What the first three say is shown when all have ended. Before that, what follows a guest's
+# memory as it is written runs alone. `doubt` waits for time limits and hardly computes.
 ALONE := memory
-LANE_1 := disks one_file
+LANE_1 := disks
 LANE_2 := attach crash guests moves
+LANE_3 := clients doubt history members one_file phases reach realm trouble
 TESTS := $(wildcard $(addsuffix /tests/*.rs,crates/* crates/lab/* checks model))
 TESTS += $(patsubst %/main.rs,%.rs,$(wildcard $(addsuffix /tests/*/main.rs,crates/*)))
-TESTS := $(filter-out $(ALONE) $(LANE_1) $(LANE_2),$(sort $(basename $(notdir $(TESTS)))))
+TESTS := $(filter-out $(ALONE) $(LANE_1) $(LANE_2) $(LANE_3),$(sort $(basename $(notdir $(TESTS)))))
 # What the last lane runs before its tests.
 FIRST :=
 
@@ -118,17 +119,19 @@ lanes: FIRST := unit model
 lanes: e2e
 
 e2e: tests ## integration tests, and moves of real guests between emulated hosts (needs root)
-	@echo "== integration and end-to-end tests, in three lanes"
+	@echo "== integration and end-to-end tests, in four lanes"
 	@[ "$$(id -u)" = 0 ] || { echo "The end-to-end tests make network namespaces: sudo make e2e" >&2; exit 1; }
 	@run() { $(CARGO) test --profile tests --workspace --locked --no-fail-fast "$$@" 2>&1; }; \
 	log() { echo target/tests/lane-$$1.log; }; \
 	set -o pipefail; status=0; run $(ALONE:%=--test %) | tee $$(log 0) || status=$$?; \
 	run $(LANE_1:%=--test %) > $$(log 1) & one=$$!; \
 	run $(LANE_2:%=--test %) > $$(log 2) & two=$$!; \
+	RUST_TEST_THREADS=8 run $(LANE_3:%=--test %) > $$(log 3) & three=$$!; \
 	[ -z "$(FIRST)" ] || $(MAKE) --no-print-directory $(FIRST) || status=$$?; \
-	run $(TESTS:%=--test %) | tee $$(log 3) || status=$$?; \
+	run $(TESTS:%=--test %) | tee $$(log 4) || status=$$?; \
 	wait $$one || status=$$?; echo "== the first lane: $(LANE_1)"; cat $$(log 1); \
 	wait $$two || status=$$?; echo "== the second lane: $(LANE_2)"; cat $$(log 2); \
+	wait $$three || status=$$?; echo "== the third lane: $(LANE_3)"; cat $$(log 3); \
 	[ $$status = 0 ] || { echo "== what failed (in full: target/tests/lane-*.log)"; \
-	    sed -n '/^failures:/,/^test result/p' $$(log '[0-3]') | tail -n 200; }; \
+	    sed -n '/^failures:/,/^test result/p' $$(log '[0-4]') | tail -n 200; }; \
 	exit $$status
