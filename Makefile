@@ -107,8 +107,8 @@ model: tests ## explore the handover in every order of events (a minute; deeper:
 # memory as it is written runs alone. `doubt` waits for time limits and hardly computes.
 ALONE := memory
 LANE_1 := disks
-LANE_2 := attach crash guests moves
-LANE_3 := clients doubt history members one_file phases reach realm trouble
+LANE_2 := attach crash guests
+LANE_3 := clients doubt history members moves one_file phases reach realm trouble
 TESTS := $(wildcard $(addsuffix /tests/*.rs,crates/* crates/lab/* checks model))
 TESTS += $(patsubst %/main.rs,%.rs,$(wildcard $(addsuffix /tests/*/main.rs,crates/*)))
 TESTS := $(filter-out $(ALONE) $(LANE_1) $(LANE_2) $(LANE_3),$(sort $(basename $(notdir $(TESTS)))))

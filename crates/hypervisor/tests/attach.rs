@@ -109,11 +109,6 @@ async fn what_a_running_qemu_cannot_take_along_is_refused() {
                 "start the guest without it",
             ),
             (
-                "-nodefaults -fda vdb.raw",
-                "the floppy drive holds vdb.raw",
-                "eject floppy0",
-            ),
-            (
                 "-nodefaults -bios other.fd",
                 "the firmware is other.fd",
                 "[firmware]",

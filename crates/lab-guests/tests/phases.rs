@@ -182,8 +182,14 @@ impl Stage {
         match act {
             Act::Reset => self.serial("r"),
             Act::PowerOff => self.serial("p"),
-            Act::Pause => self.monitor("stop"),
-            Act::PlugIn => self.monitor("device_add virtio-rng-pci,id=hot,bus=rp"),
+            Act::Pause => {
+                self.monitor("stop");
+                let paused = || self.monitor("info status").contains("paused");
+                assert!(wait_until(LIMIT, paused), "the guest is not paused");
+            }
+            Act::PlugIn => {
+                self.monitor("device_add virtio-rng-pci,id=hot,bus=rp");
+            }
         }
     }
 
@@ -210,8 +216,9 @@ impl Stage {
         socket.write_all(character.as_bytes()).unwrap();
     }
 
-    /// Gives a command to the monitor that people use, and waits until it was carried out.
-    fn monitor(&self, command: &str) {
+    /// Gives a command to the monitor that people use, waits until it was carried out, and returns
+    /// what the monitor says.
+    fn monitor(&self, command: &str) -> String {
         let mut socket = UnixStream::connect(self.folder(0).join("hmp")).unwrap();
         socket.set_read_timeout(Some(LIMIT)).unwrap();
         socket.write_all(format!("{command}\n").as_bytes()).unwrap();
@@ -221,6 +228,7 @@ impl Stage {
             assert_eq!(socket.read(&mut byte).unwrap(), 1, "the monitor ended");
             said.push(char::from(byte[0]));
         }
+        said
     }
 
     fn state(&self, host: usize) -> PathBuf {

@@ -51,12 +51,11 @@ fn clients_of_a_guest_notice_only_its_downtime() {
     let mut guest = stage.boot(&guest, 500);
     let clients = stage.lab.clients().unwrap();
 
+    // Bulk fills the room for frames of a stopped guest: single datagrams are counted without it.
+    let others: [Loop; 2] = [datagrams, bulk];
     for (from, more) in [(0, &[][..]), (1, &["--early-release"][..])] {
-        let download = Client::start(clients, download);
-        let session = Client::start(clients, session);
-        let bulk = Client::start(clients, bulk);
-        let datagrams = Client::start(clients, datagrams);
-        let all = [download, session, bulk, datagrams];
+        let all: [Loop; 3] = [download, session, others[from]];
+        let all = all.map(|run| Client::start(clients, run));
         for client in &all {
             assert!(wait_until(LIMIT, || client.answers() > 10), "not served");
         }
@@ -69,12 +68,19 @@ fn clients_of_a_guest_notice_only_its_downtime() {
         let seen = all.map(|client| client.finish().unwrap());
         let downtime = finished.report.unwrap().downtime;
         eprintln!("{downtime:?}: {seen:?}");
-        let [.., Seen { lost, twice, .. }] = seen;
-        // All of the downtime would be some tens.
-        assert!(
-            lost <= 5 && twice == 0,
-            "{lost} datagrams lost, {twice} came twice"
-        );
+        for Seen {
+            longest_gap,
+            lost,
+            twice,
+        } in seen
+        {
+            // Without the frames that are passed on, all datagrams of the gap would be lost.
+            let of_gap = longest_gap.as_millis() / EVERY.as_millis();
+            assert!(
+                u128::from(lost) <= of_gap / 4 && twice == 0,
+                "{lost} of {of_gap} datagrams lost, {twice} came twice"
+            );
+        }
     }
     guest.end(&stage);
 }
