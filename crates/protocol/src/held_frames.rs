@@ -35,4 +35,44 @@ impl HeldFrames {
     pub fn bytes(&self) -> usize {
         self.frames.iter().map(|frame| frame.bytes.len()).sum()
     }
+
+    /// Adds frames, as many as fit into the limits of one message.
+    pub fn append(&mut self, more: &Self) {
+        let mut left_bytes = TOTAL_BYTES_MAX.saturating_sub(self.bytes());
+        for frame in &more.frames {
+            if self.frames.len() >= FRAMES_MAX || frame.bytes.len() > left_bytes {
+                return;
+            }
+            left_bytes -= frame.bytes.len();
+            self.frames.push(frame.clone());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_that_wait_keep_to_the_limits_of_one_message() {
+        let frames = |count, bytes| HeldFrames {
+            frames: vec![
+                HeldFrame {
+                    card: 0,
+                    header: [0; HEADER_BYTES],
+                    bytes: vec![0; bytes],
+                };
+                count
+            ],
+        };
+        // Frames without bytes count too.
+        let mut waiting = HeldFrames::default();
+        for _ in 0..3 {
+            waiting.append(&frames(FRAMES_MAX - 1, 0));
+        }
+        assert_eq!(waiting.frames.len(), FRAMES_MAX);
+        let mut waiting = HeldFrames::default();
+        waiting.append(&frames(FRAMES_MAX, FRAME_BYTES_MAX));
+        assert_eq!(waiting.frames.len(), TOTAL_BYTES_MAX / FRAME_BYTES_MAX);
+    }
 }

@@ -16,7 +16,7 @@ use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::bridge_port::taps_of_guest;
 use longhaul_hypervisor::held_frames::{Capture, deliver};
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
-use longhaul_protocol::held_frames::{HeldFrames, TOTAL_BYTES_MAX};
+use longhaul_protocol::held_frames::HeldFrames;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -108,10 +108,7 @@ impl destination::Companion for Arrival {
     fn held(&mut self, frames: &HeldFrames) {
         match &mut self.early {
             None => self.deliver(frames),
-            Some(early) if early.bytes() + frames.bytes() <= TOTAL_BYTES_MAX => {
-                early.frames.extend(frames.frames.iter().cloned());
-            }
-            Some(_) => {}
+            Some(early) => early.append(frames),
         }
     }
 }
