@@ -307,3 +307,19 @@ pub(crate) async fn publish(server: &ServerEntry, ruleset: &SignedRuleset) {
     let answer = tell(&operator, server, ToServer::Ruleset(ruleset.clone())).await;
     assert_eq!(answer, ToHost::Ruleset(ruleset.clone()));
 }
+
+/// Starts two hosts that are registered at a server.
+pub(crate) async fn two_members(server: &Server) -> (Host, Host) {
+    let (mut paris, mut oslo) = (Host::new(), Host::new());
+    let both = signed(&rules(
+        1,
+        &[(&paris, "paris"), (&oslo, "oslo")],
+        &[&server.entry],
+    ));
+    publish(&server.entry, &both).await;
+    paris.run_with(&both, Vec::new());
+    oslo.run_with(&both, Vec::new());
+    paris.until_registered().await;
+    oslo.until_registered().await;
+    (paris, oslo)
+}

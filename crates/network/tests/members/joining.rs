@@ -1,7 +1,7 @@
 //! Who becomes a member, and who is one no longer.
 
 use crate::common::{
-    Host, LIMIT, Server, key, now_s, publish, rules, signed, signed_by, tell, token,
+    Host, LIMIT, Server, key, now_s, publish, rules, signed, signed_by, tell, token, two_members,
 };
 use longhaul_network::member::{FILE_BYTES_MAX, MEMBER_FILE, Stored};
 use longhaul_realm::enrolment::{Authorisation, Enrolment};
@@ -132,17 +132,7 @@ async fn expired_forged_and_foreign_hosts_are_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_removed_host_is_cut_at_servers_and_hosts() {
     let server = Server::start().await;
-    let (mut paris, mut oslo) = (Host::new(), Host::new());
-    let both = signed(&rules(
-        1,
-        &[(&paris, "paris"), (&oslo, "oslo")],
-        &[&server.entry],
-    ));
-    publish(&server.entry, &both).await;
-    paris.run_with(&both, Vec::new());
-    oslo.run_with(&both, Vec::new());
-    paris.until_registered().await;
-    oslo.until_registered().await;
+    let (paris, oslo) = two_members(&server).await;
     // Paris knows Oslo as a member only; Oslo knows where Paris is.
     let by_hand = TrustedHost {
         name: "paris".to_owned(),

@@ -1,6 +1,6 @@
 //! What servers do for hosts, and what goes on without them.
 
-use crate::common::{Host, LIMIT, Server, publish, rules, signed, token};
+use crate::common::{Host, LIMIT, Server, publish, rules, signed, token, two_members};
 use longhaul_network::member::{Event, GOSSIP_CHANNEL, Leg};
 use longhaul_protocol::HostId;
 use longhaul_realm::member::{Failure, Input};
@@ -31,21 +31,6 @@ fn main_socket(host: &Host) -> UdpSocket {
         }
     }
     panic!("no socket is bound to {wanted}");
-}
-
-async fn two_members(server: &Server) -> (Host, Host) {
-    let (mut paris, mut oslo) = (Host::new(), Host::new());
-    let both = signed(&rules(
-        1,
-        &[(&paris, "paris"), (&oslo, "oslo")],
-        &[&server.entry],
-    ));
-    publish(&server.entry, &both).await;
-    paris.run_with(&both, Vec::new());
-    oslo.run_with(&both, Vec::new());
-    paris.until_registered().await;
-    oslo.until_registered().await;
-    (paris, oslo)
 }
 
 async fn open_relay(paris: &mut Host, oslo: &mut Host) -> SessionId {

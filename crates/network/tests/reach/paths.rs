@@ -152,7 +152,7 @@ async fn behind(nats: [Nat; 2], direct: bool) {
     site.cut();
     pair.both("relayed again", is_relayed).await;
     pair.still_works().await;
-    site.mend();
+    site.restore();
     pair.both("direct again", is_direct).await;
     pair.still_works().await;
     pair.relays_nothing().await;

@@ -146,7 +146,7 @@ impl Site {
         }
     }
 
-    pub(crate) fn mend(&self) {
+    pub(crate) fn restore(&self) {
         for router in ["r0", "r1"] {
             self.nft(router, "delete table ip cut\n");
         }
