@@ -471,7 +471,9 @@ pub(crate) fn invite(output: &Output, args: InviteArgs) -> Result<(), CliError> 
             Line::default(),
             Line::text(format!("longhaul host join {text}")),
             Line::default(),
-            Line::text("Whoever has this line can join as that host: pass it on in private."),
+            Line::text(
+                "Anyone with this line can join as that host: send it over a private channel.",
+            ),
         ]
     })
 }
