@@ -55,6 +55,8 @@ pub const DIRECTION: [(&str, &[&str]); 27] = [
             "longhaul-storage",
             "longhaul-image",
             "longhaul-transport",
+            "longhaul-overlay",
+            "longhaul-network",
             "longhaul-api",
         ],
     ),

@@ -71,6 +71,29 @@ pub struct RealmMember {
     pub may: Vec<Scope>,
     /// Whether it is a member by a token, and in no ruleset yet.
     pub pending: bool,
+    /// How it is reached; null while nothing is to be sent to it.
+    pub way: Option<HostWay>,
+}
+
+/// How a host is reached.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct HostWay {
+    /// Kind of the way that datagrams take; null if there is none.
+    pub kind: Option<WayKind>,
+    /// Round trip on it, in microseconds; null if it was not measured yet.
+    pub round_trip_us: Option<u64>,
+    /// How the host is reached, and what prevents a better way.
+    pub text: String,
+}
+
+/// A kind of way to a host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum WayKind {
+    /// Datagrams go to the host itself.
+    Direct,
+    /// Datagrams go through a rendezvous server.
+    Relayed,
 }
 
 /// A network of a realm.
@@ -84,6 +107,10 @@ pub struct RealmNetwork {
     pub members: Vec<String>,
     /// Largest payload of a frame, in bytes.
     pub mtu: u32,
+    /// Bridge of the network on this host; null if this host has no port in it.
+    pub bridge: Option<String>,
+    /// Why this host, a member, has no port in it; null if it has one.
+    pub error: Option<String>,
 }
 
 /// A rendezvous server of a realm.

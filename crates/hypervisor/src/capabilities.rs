@@ -190,7 +190,7 @@ impl Prober {
             memory: memory(&self.config)?,
             huge_pages: huge_pages::free()?,
             images: self.config.images.keys().cloned().collect(),
-            networks: self.config.networks.keys().cloned().collect(),
+            networks: self.config.all_networks().into_keys().collect(),
             user_networks: user_networks(&self.config),
             firmware: self.config.firmware.keys().cloned().collect(),
             kernels: self.config.kernels.keys().cloned().collect(),

@@ -119,7 +119,7 @@ pub(crate) fn backend(
         true => format!("wire{index}"),
         false => format!("net{index}"),
     };
-    let backend = match (network, around.taps.get(&index)) {
+    let backend = match (&network, around.taps.get(&index)) {
         (Network::Bridge(_), Some(tap)) => {
             let vhost = match wiring.vhost && tap::has_vhost() {
                 true => "on",
@@ -156,24 +156,24 @@ pub(crate) fn backend(
 
 /// A TAP device that a network card needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Plug<'a> {
-    pub(crate) bridge: &'a str,
+pub(crate) struct Plug {
+    pub(crate) bridge: String,
     /// Its port of the bridge.
     pub(crate) port: Port,
     pub(crate) queues: u16,
 }
 
 /// Returns the TAP device of each network card that needs one, by the card's index.
-pub(crate) fn plugs<'a>(
+pub(crate) fn plugs(
     description: &GuestDescription,
-    config: &'a HostConfig,
-) -> Result<BTreeMap<usize, Plug<'a>>, ResolveError> {
+    config: &HostConfig,
+) -> Result<BTreeMap<usize, Plug>, ResolveError> {
     let mut plugs = BTreeMap::new();
     for (index, nic) in description.nics.iter().enumerate() {
         if let Network::Bridge(port) = network(config, &nic.network)? {
             let plug = Plug {
-                bridge: &port.bridge,
                 port: port.port(nic.port.as_ref()),
+                bridge: port.bridge,
                 queues: hardware::wiring(description, index).queues,
             };
             plugs.insert(index, plug);
@@ -448,8 +448,9 @@ pub(crate) fn image_called<'a>(
     look_up("image", "[images]", &config.images, name)
 }
 
-fn network<'a>(config: &'a HostConfig, name: &str) -> Result<&'a Network, ResolveError> {
-    look_up("network", "[networks]", &config.networks, name)
+fn network(config: &HostConfig, name: &str) -> Result<Network, ResolveError> {
+    let networks = config.all_networks();
+    look_up("network", "[networks]", &networks, name).cloned()
 }
 
 pub(crate) fn look_up<'a, T>(
@@ -622,7 +623,7 @@ mod tests {
         );
         let config = config();
         let plug = plugs(&sample(), &config).unwrap().remove(&0).unwrap();
-        assert_eq!((plug.bridge, plug.queues), ("br0", 1));
+        assert_eq!((&*plug.bridge, plug.queues), ("br0", 1));
         assert_eq!(plug.port, Port::default());
     }
 }

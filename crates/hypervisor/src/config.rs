@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::{Arc, PoisonError, RwLock};
 
 /// The maximum length of a host's name, in bytes.
 const HOST_NAME_BYTES_MAX: usize = 63;
@@ -30,6 +31,9 @@ pub struct HostConfig {
     /// Networks by name.
     #[serde(default)]
     pub networks: BTreeMap<String, Network>,
+    /// Networks of the host's realm. They are no part of the document.
+    #[serde(skip)]
+    pub realm_networks: RealmNetworks,
     /// Firmware images by name.
     #[serde(default)]
     pub firmware: BTreeMap<String, PathBuf>,
@@ -40,6 +44,35 @@ pub struct HostConfig {
     #[serde(default)]
     pub folders: BTreeMap<String, PathBuf>,
 }
+
+/// The networks of a host's realm that are open on it, by name. They come and go while the agent
+/// runs. Cheap to clone; all clones are one.
+#[derive(Debug, Clone, Default)]
+pub struct RealmNetworks(Arc<RwLock<BTreeMap<String, Network>>>);
+
+impl RealmNetworks {
+    /// Replaces them by bridges, given by the networks' names.
+    pub fn set(&self, bridges: BTreeMap<String, String>) {
+        let bridges = bridges.into_iter().map(|(name, bridge)| {
+            let port = BridgePort::of(&bridge);
+            (name, Network::Bridge(port))
+        });
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = bridges.collect();
+    }
+
+    fn all(&self) -> BTreeMap<String, Network> {
+        let networks = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        networks.clone()
+    }
+}
+
+impl PartialEq for RealmNetworks {
+    fn eq(&self, other: &Self) -> bool {
+        self.all() == other.all()
+    }
+}
+
+impl Eq for RealmNetworks {}
 
 /// QEMU on this host.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -331,6 +364,14 @@ pub enum ConfigError {
 }
 
 impl HostConfig {
+    /// Returns the networks of this host, by name: those of the document, and those of the realm
+    /// that have other names.
+    pub fn all_networks(&self) -> BTreeMap<String, Network> {
+        let mut networks = self.realm_networks.all();
+        networks.extend(self.networks.clone());
+        networks
+    }
+
     /// Reads and checks a file that has only this part.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {

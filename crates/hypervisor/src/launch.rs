@@ -218,7 +218,7 @@ impl Launch<'_> {
     async fn bring_up<'w>(
         &self,
         guest: &mut RecordedGuest,
-        wires: impl Iterator<Item = (&'w str, &'w Plug<'w>)>,
+        wires: impl Iterator<Item = (&'w str, &'w Plug)>,
         program: &Program<'_>,
     ) -> Result<Qmp, LaunchError> {
         guest

@@ -20,11 +20,7 @@ pub(crate) fn name(unique: u32, index: usize) -> String {
 }
 
 /// Creates a TAP device that `account` may open, and makes it a port of a bridge.
-pub(crate) async fn create(
-    name: &str,
-    plug: &Plug<'_>,
-    account: Option<&Account>,
-) -> io::Result<()> {
+pub(crate) async fn create(name: &str, plug: &Plug, account: Option<&Account>) -> io::Result<()> {
     let mut add = vec!["tuntap", "add", "dev", name, "mode", "tap"];
     if plug.queues > 1 {
         add.push("multi_queue");
@@ -34,7 +30,7 @@ pub(crate) async fn create(
         add.extend(["user", uid]);
     }
     run("ip", &add).await?;
-    if let Err(error) = wire(name, plug.bridge, &plug.port).await {
+    if let Err(error) = wire(name, &plug.bridge, &plug.port).await {
         remove(name).await?;
         return Err(error);
     }

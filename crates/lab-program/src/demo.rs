@@ -1,16 +1,21 @@
-//! Implements `lab demo`: a running guest moves to another host and back, then QEMU moves it, side
-//! by side.
+//! Implements `lab demo`: a running guest moves between sites behind NATs and back, while a client at
+//! a third site uses it; then QEMU moves it over a plain link, side by side.
 
 use longhaul_lab::arena::Workload;
+use longhaul_lab::clients::{Client, Seen, session, steady_download};
 use longhaul_lab::error::{During, LabError};
 use longhaul_lab::guest::disks::{DiskKind, LocalDisk, local_disks};
-use longhaul_lab::guest::{KernelFiles, Tiny};
+use longhaul_lab::guest::{KernelFiles, Tiny, network};
 use longhaul_lab::history::task::{History, Task, description};
 use longhaul_lab::history::workload::Work;
 use longhaul_lab::installed;
+use longhaul_lab::internet::access::ParseAccessError;
+use longhaul_lab::internet::{SitePlan, SitesPlan};
 use longhaul_lab::lab::{Lab, Plan};
 use longhaul_lab::link::spec::LinkSpec;
+use longhaul_lab::process::wait_until;
 use longhaul_lab::product::{Product, Settings, channel_socket};
+use longhaul_lab::realm::{Realm, way};
 use longhaul_lab_bench::moves::{Case, Launcher, Load, LonghaulMover, MoveRow, PeerMover, Show};
 use longhaul_lab_bench::peer::PeerSystem;
 use std::io::Write;
@@ -18,7 +23,18 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
+/// The uplink of each site: two sites are both apart.
+const UPLINK: &str = "100mbit,10ms";
+/// The same between two hosts without sites.
 const LINK: &str = "100mbit,20ms";
+/// The sites' NATs. The third has the client's host.
+const SITES: [&str; 3] = ["port-restricted", "port-restricted", "none"];
+/// The index of the client's host.
+const CLIENT: usize = 2;
+/// How long a rate is measured.
+const RATE_OVER: Duration = Duration::from_secs(3);
+/// How long hosts have to find direct paths.
+const DIRECT_WITHIN: Duration = Duration::from_secs(60);
 /// The only version that the demo needs.
 pub(crate) const QEMU: &str = "10.0";
 const GUEST: &str = "web-7";
@@ -38,23 +54,9 @@ const DISK_OPERATIONS_BEFORE: u64 = 400;
 /// # Errors
 /// When the laboratory cannot be made.
 pub(crate) fn run() -> Result<ExitCode, LabError> {
-    let link: LinkSpec = LINK
-        .parse()
-        .map_err(|error| LabError::Which(format!("{error}")))?;
-    title("Two hosts on this machine, lyon and paris, and a slow link between them")?;
-    let plan = Plan {
-        purpose: "demo".to_owned(),
-        hosts: 2,
-        link,
-        seed: 1,
-    };
-    let mut lab = Lab::create(&plan)?;
-    let measured = lab.measure_link(link)?;
-    tell(&format!(
-        "asked for 100 Mbit/s and 20 ms round trip; measured {:.1} Mbit/s and {:.1} ms",
-        measured.rate_bps / 1e6,
-        measured.rtt_ms
-    ))?;
+    let link = spec(LINK)?;
+    title("Three sites on this machine: lyon and paris behind NATs, oslo with a client")?;
+    let mut lab = sites()?;
     let kind: DiskKind = "raw".parse().map_err(LabError::Which)?;
     let disks = local_disks(lab.host(0)?.folder(), DISK_BYTES, &[kind]);
     disks.iter().try_for_each(LocalDisk::create)?;
@@ -70,7 +72,8 @@ pub(crate) fn run() -> Result<ExitCode, LabError> {
         .collect();
     let images = |host: usize| images_in(&folders[host], &disks);
     let product = Product::start_each_with(&mut lab, &files, &settings, images)?;
-    tell("each host runs its own agent (longhaul agent); each trusts the other's key")?;
+    tell("each host runs its own agent (longhaul agent); none has an open port")?;
+    let realm = join(&mut lab, &product)?;
 
     let kvm = product.has_kvm(0)?;
     let case = case(link)?;
@@ -78,9 +81,16 @@ pub(crate) fn run() -> Result<ExitCode, LabError> {
         lab: &lab,
         product: &product,
     };
-    let (rows, disk_is_right) = move_by_longhaul(&longhaul, &case, &disks, kvm)?;
+    let (rows, service, disk_is_right) = move_by_longhaul(&longhaul, &case, &disks, kvm)?;
+    drop(realm);
+    drop(product);
+    drop(lab);
 
-    title("The same guest, without its disk, over the same link by QEMU's own pre-copy")?;
+    title(
+        "The same guest, without its disk, by QEMU's own pre-copy, over a plain link without NATs",
+    )?;
+    let lab = plain(link)?;
+    let files = KernelFiles::make_with_history(lab.host(0)?.folder())?;
     let qemu = installed::qemu(QEMU)?;
     let accelerator = if kvm { "kvm" } else { "tcg" };
     let launcher = Launcher {
@@ -99,10 +109,177 @@ pub(crate) fn run() -> Result<ExitCode, LabError> {
 
     let [there, back] = &rows;
     print(&report(there, back, &peer))?;
+    print(&service_report(&service))?;
     let sound = rows
         .iter()
-        .all(|row| row.is_completed() && row.verify_errors == Some(0));
+        .all(|row| row.is_completed() && row.verify_errors == Some(0))
+        && service.iter().all(Service::is_whole);
     Ok(ExitCode::from(u8::from(!sound || !disk_is_right)))
+}
+
+fn spec(text: &str) -> Result<LinkSpec, LabError> {
+    text.parse()
+        .map_err(|error| LabError::Which(format!("{error}")))
+}
+
+/// Creates the sites, and says how far they are apart.
+fn sites() -> Result<Lab, LabError> {
+    let uplink = spec(UPLINK)?;
+    let site = |access: &&str| {
+        Ok(SitePlan {
+            access: access
+                .parse()
+                .map_err(|error: ParseAccessError| LabError::Which(error.to_string()))?,
+            uplink,
+        })
+    };
+    let plan = SitesPlan {
+        purpose: "demo".to_owned(),
+        sites: SITES.iter().map(site).collect::<Result<_, LabError>>()?,
+        servers: 1,
+        backbone: uplink,
+        seed: 1,
+    };
+    let lab = Lab::create_sites(&plan)?;
+    let internet = lab.internet()?;
+    let measured = internet.measure_uplink(internet.site(0)?)?;
+    tell(&format!(
+        "each site's uplink: asked for 100 Mbit/s and 10 ms round trip, measured {:.1} Mbit/s and \
+         {:.1} ms; so two sites are 20 ms apart",
+        measured.rate_bps / 1e6,
+        measured.rtt_ms
+    ))?;
+    Ok(lab)
+}
+
+/// Joins the hosts to a realm with a network, to which a client of guests is attached.
+fn join(lab: &mut Lab, product: &Product) -> Result<Realm, LabError> {
+    tell("a rendezvous server on the Internet introduces them: longhaul rendezvous")?;
+    let realm = Realm::create(lab)?;
+    let agents = [product.agent(0)?, product.agent(1)?, product.agent(CLIENT)?];
+    tell("$ longhaul host join TOKEN                 (on each host)")?;
+    realm.join(lab, &agents)?;
+    let network = network::NETWORK;
+    tell(&format!(
+        "$ longhaul network create {network}; longhaul network add {network} lyon-1 paris-1 oslo-1"
+    ))?;
+    realm.create_network(lab, network, &agents)?;
+    let bridge = realm.bridge(agents[CLIENT], network)?;
+    lab.add_clients_at(CLIENT, &bridge)?;
+    // They are relayed until then.
+    wait_until(DIRECT_WITHIN, || {
+        let is_direct = |to| matches!(way(agents[0], to), Ok((Some(kind), _)) if kind == "direct");
+        is_direct("paris-1") && is_direct("oslo-1")
+    });
+    tell("$ longhaul hosts                           (on lyon-1)")?;
+    run_shown(product, 0, &["hosts"])?;
+    Ok(realm)
+}
+
+/// Creates two hosts with a link between them.
+fn plain(link: LinkSpec) -> Result<Lab, LabError> {
+    let plan = Plan {
+        purpose: "demo: QEMU's own".to_owned(),
+        hosts: 2,
+        link,
+        seed: 1,
+    };
+    let lab = Lab::create(&plan)?;
+    lab.measure_link(link)?;
+    Ok(lab)
+}
+
+/// A client's two connections with the guest, around a move.
+struct Using {
+    download: Client,
+    session: Client,
+    before_bytes_per_s: f64,
+    hosts: [usize; 2],
+}
+
+/// What the client saw of a move.
+struct Service {
+    download: Result<Seen, String>,
+    session: Result<Seen, String>,
+    before_bytes_per_s: f64,
+    after_bytes_per_s: f64,
+    way: String,
+}
+
+impl Using {
+    fn start(longhaul: &LonghaulMover<'_>, hosts: [usize; 2]) -> Result<Self, LabError> {
+        let clients = longhaul.lab.clients()?;
+        let download = Client::start(clients, steady_download)?;
+        let session = Client::start(clients, session)?;
+        let served = |client: &Client| client.has_ended() || client.answers() > 10;
+        wait_until(LIMIT, || served(&download) && served(&session));
+        let before_bytes_per_s = rate(&download)?;
+        tell("a client at oslo downloads from it, and types in a session with it, meanwhile")?;
+        Ok(Self {
+            download,
+            session,
+            before_bytes_per_s,
+            hosts,
+        })
+    }
+
+    fn finish(self, longhaul: &LonghaulMover<'_>) -> Result<Service, LabError> {
+        let after_bytes_per_s = rate(&self.download)?;
+        let [from, to] = self.hosts;
+        let to = longhaul.lab.host(to)?.name();
+        let (kind, _) = way(longhaul.product.agent(from)?, to)?;
+        let text = |error: std::io::Error| error.to_string();
+        Ok(Service {
+            download: self.download.finish().map_err(text),
+            session: self.session.finish().map_err(text),
+            before_bytes_per_s: self.before_bytes_per_s,
+            after_bytes_per_s,
+            way: kind.unwrap_or_else(|| "not at all".to_owned()),
+        })
+    }
+}
+
+/// Returns the rate of a download now, in bytes per second.
+fn rate(download: &Client) -> Result<f64, LabError> {
+    let before = download.bytes();
+    longhaul_lab::interrupt::sleep(RATE_OVER)?;
+    Ok((download.bytes() - before) as f64 / RATE_OVER.as_secs_f64())
+}
+
+impl Service {
+    fn is_whole(&self) -> bool {
+        self.download.is_ok() && self.session.is_ok()
+    }
+
+    fn line(&self) -> String {
+        let gap = |seen: &Result<Seen, String>| match seen {
+            Ok(seen) => format!("{} ms", seen.longest_gap.as_millis()),
+            Err(error) => format!("broken: {error}"),
+        };
+        format!(
+            "the client's longest wait: {} in the download, {} in the session",
+            gap(&self.download),
+            gap(&self.session)
+        )
+    }
+}
+
+fn service_report([there, back]: &[Service; 2]) -> String {
+    let gap = |seen: &Result<Seen, String>| match seen {
+        Ok(seen) => format!("{} ms", seen.longest_gap.as_millis()),
+        Err(_) => "broken".to_owned(),
+    };
+    let rate = |bytes_per_s: f64| format!("{:.1} Mbit/s", bytes_per_s * 8.0 / 1e6);
+    let line = |name: &str, figure: &dyn Fn(&Service) -> String| {
+        format!("{name:<34}{:>14}{:>14}\n", figure(there), figure(back))
+    };
+    let mut text = String::new();
+    text += &line("client's longest wait, download", &|it| gap(&it.download));
+    text += &line("client's longest wait, session", &|it| gap(&it.session));
+    text += &line("download before", &|it| rate(it.before_bytes_per_s));
+    text += &line("download after", &|it| rate(it.after_bytes_per_s));
+    text += &line("lyon and paris were connected", &|it| it.way.clone());
+    text
 }
 
 /// Returns a host's configuration for the images of the guest's disks: each host has its own.
@@ -174,7 +351,7 @@ fn move_by_longhaul(
     case: &Case,
     disks: &[LocalDisk],
     kvm: bool,
-) -> Result<([MoveRow; 2], bool), LabError> {
+) -> Result<([MoveRow; 2], [Service; 2], bool), LabError> {
     title(&format!("A guest, {GUEST}, starts on lyon"))?;
     let case = &with_disks(case, disks)?;
     let task = task(disks);
@@ -206,10 +383,13 @@ fn move_by_longhaul(
     ))?;
 
     title(&format!("{GUEST} moves to paris while it runs"))?;
-    shown(longhaul, 0, &["plan", GUEST, "--to", "paris"])?;
-    tell(&format!("$ longhaul migrate {GUEST} --to paris"))?;
+    shown(longhaul, 0, &["plan", GUEST, "--to", "paris-1"])?;
+    let using = Using::start(longhaul, [0, 1])?;
+    tell(&format!("$ longhaul migrate {GUEST} --to paris-1"))?;
     let there = longhaul.move_once(case, &mut guest, [0, 1], Show::Display)?;
     tell(&one_line(&there))?;
+    let service_there = using.finish(longhaul)?;
+    tell(&service_there.line())?;
     shown(longhaul, 0, &["report"])?;
 
     title(&format!("{GUEST} moves back to lyon"))?;
@@ -218,20 +398,25 @@ fn move_by_longhaul(
         .start(case.load.arena(), Duration::from_secs(60))
         .map_err(|error| LabError::Which(error.to_string()))?;
     longhaul_lab::interrupt::sleep(longhaul_lab_bench::measure::BEFORE)?;
-    tell(&format!("$ longhaul migrate {GUEST} --to lyon"))?;
+    let using = Using::start(longhaul, [1, 0])?;
+    tell(&format!("$ longhaul migrate {GUEST} --to lyon-1"))?;
     let back = longhaul.move_once(case, &mut guest, [1, 0], Show::Display)?;
     tell(&one_line(&back))?;
+    let service_back = using.finish(longhaul)?;
+    tell(&service_back.line())?;
     history.stop_beside(&mut guest.arena)?;
     longhaul.end(case)?;
     let is_right = judge(longhaul, history)?;
-    Ok(([there, back], is_right))
+    Ok(([there, back], [service_there, service_back], is_right))
 }
 
-/// Returns the guest with its disks, and the workload that writes to them.
+/// Returns the guest with its disks and its network card.
 fn with_disks(case: &Case, disks: &[LocalDisk]) -> Result<Case, LabError> {
     let version = installed::qemu_version(&installed::qemu(QEMU)?)?;
+    let mut guest = tiny(&version);
+    guest.serves_clients = true;
     Ok(Case {
-        guest: description(&tiny(&version), disks),
+        guest: description(&guest, disks),
         ..case.clone()
     })
 }
@@ -259,7 +444,11 @@ fn judge(longhaul: &LonghaulMover<'_>, history: History) -> Result<bool, LabErro
 /// Runs one of the product's commands with its output on this terminal.
 fn shown(longhaul: &LonghaulMover<'_>, host: usize, words: &[&str]) -> Result<(), LabError> {
     tell(&format!("$ longhaul {}", words.join(" ")))?;
-    let mut command = longhaul.product.agent(host)?.command()?;
+    run_shown(longhaul.product, host, words)
+}
+
+fn run_shown(product: &Product, host: usize, words: &[&str]) -> Result<(), LabError> {
+    let mut command = product.agent(host)?.command()?;
     // Its output, also that of a failure, is on the screen.
     command
         .args(words)

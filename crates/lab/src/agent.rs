@@ -49,19 +49,24 @@ impl Agent {
     /// # Errors
     /// When it does not come up; the error names its log.
     pub fn start(host: &Host, more: &toml::Table) -> Result<Self, LabError> {
+        Self::start_at(host, more, false)
+    }
+
+    fn start_at(host: &Host, more: &toml::Table, is_at_site: bool) -> Result<Self, LabError> {
         let api = host.socket_folder().join(format!("{}.sock", host.name()));
         let config = host.folder().join("agent.toml");
         let log = host.folder().join("agent.log");
         let text = configuration(host, &api, more)?;
         fs::write(&config, text).during(|| format!("write {}", config.display()))?;
-        let process = start_process(host, &config, &log, "", false)?;
+        let own_sysfs = is_at_site;
+        let process = start_process(host, &config, &log, "", own_sysfs)?;
         let mut agent = Self {
             name: host.name().to_owned(),
             api,
             config,
             log,
             process,
-            own_sysfs: false,
+            own_sysfs,
         };
         agent.wait_until_it_answers()?;
         Ok(agent)
@@ -225,7 +230,7 @@ pub(crate) fn run_as_own_user(qemu: &mut toml::Table) {
     }
 }
 
-/// Starts an agent on every host and makes each trust every other.
+/// Starts an agent on every host and makes each trust every other, unless they are at sites.
 ///
 /// # Errors
 /// When an agent does not come up or refuses.
@@ -241,14 +246,18 @@ pub fn start_each(
     lab: &mut Lab,
     more: impl Fn(usize) -> Result<toml::Table, LabError>,
 ) -> Result<Vec<Agent>, LabError> {
+    // Hosts of sites have no addresses for each other: they meet in a realm, and their agents make
+    // interfaces for its networks.
+    let at_sites = lab.internet().is_ok();
     let agents = lab
         .hosts()
         .iter()
         .enumerate()
-        .map(|(index, host)| Agent::start(host, &more(index)?))
+        .map(|(index, host)| Agent::start_at(host, &more(index)?, at_sites))
         .collect::<Result<Vec<Agent>, LabError>>()?;
     let mut fingerprints = Vec::new();
-    for agent in &agents {
+    let to_trust = if at_sites { &[][..] } else { &agents };
+    for agent in to_trust {
         let said = agent.run(&["--json", "host"])?;
         let identity: Identity = serde_json::from_str(&said).map_err(|error| LabError::Answer {
             what: format!("the agent of {}", agent.name()),
@@ -256,7 +265,7 @@ pub fn start_each(
         })?;
         fingerprints.push(identity.fingerprint);
     }
-    for agent in &agents {
+    for agent in to_trust {
         for (host, fingerprint) in lab.hosts().iter().zip(&fingerprints) {
             if host.name() != agent.name() {
                 let address = format!("{}:{AGENT_PORT}", host.address());

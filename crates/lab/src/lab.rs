@@ -144,12 +144,17 @@ impl Lab {
         make_folder(&self.claim.record.data.join("shared"))
     }
 
-    /// Returns the controls of the link between two hosts.
+    /// Returns the controls of the link between two hosts; at sites, of the uplink of the first
+    /// one's site, which more than these two may use. The first direction is from the first host
+    /// to the second.
     ///
     /// # Errors
     /// When there is none between these.
     pub fn link(&self, first: usize, second: usize) -> Result<&Control, LabError> {
         let pair = (first.min(second), first.max(second));
+        if let Some(internet) = &self.internet {
+            return Ok(internet.site_of(pair.0)?.uplink());
+        }
         self.links
             .iter()
             .find(|(from, to, _)| (*from, *to) == pair)
@@ -176,6 +181,20 @@ impl Lab {
         self.claim.save()?;
         let clients = Namespace::create(&name)?;
         network::create(&self.hosts, &clients)?;
+        self.clients = Some(clients);
+        Ok(())
+    }
+
+    /// Creates clients of guests, whose only interface is a port of a bridge on a host.
+    ///
+    /// # Errors
+    /// When a part of it cannot be made.
+    pub fn add_clients_at(&mut self, host: usize, bridge: &str) -> Result<(), LabError> {
+        let name = format!("lh-{}-clients", self.id());
+        self.claim.record.clients = Some(name.clone());
+        self.claim.save()?;
+        let clients = Namespace::create(&name)?;
+        network::join(self.host(host)?, bridge, &clients)?;
         self.clients = Some(clients);
         Ok(())
     }

@@ -6,6 +6,7 @@
 
 pub mod agent;
 pub mod arena;
+pub mod clients;
 pub mod error;
 pub mod guest;
 pub mod history;
@@ -19,5 +20,6 @@ pub mod netns;
 pub mod peer;
 pub mod process;
 pub mod product;
+pub mod realm;
 pub mod registry;
 pub mod tap;

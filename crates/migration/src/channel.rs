@@ -75,6 +75,8 @@ enum Queued {
 /// The receiving half of a channel, for messages of one kind.
 pub(crate) struct Receiver<M> {
     channel: ChannelReceiver,
+    /// A message that was looked at, and is to be received again.
+    put_back: Option<Vec<u8>>,
     kind: PhantomData<fn() -> M>,
 }
 
@@ -86,6 +88,13 @@ pub(crate) fn as_source(channel: Channel) -> (Sender<ToDestination>, Receiver<To
 /// Splits a channel into the halves of the side that accepted it.
 pub(crate) fn as_destination(channel: Channel) -> (Sender<ToSource>, Receiver<ToDestination>) {
     halves(channel)
+}
+
+/// Receives the first message of a channel, whatever it is.
+pub(crate) async fn first(channel: &mut Channel, limit: Duration) -> Result<Vec<u8>, TalkError> {
+    let received = timeout(limit, channel.recv()).await;
+    let received = received.map_err(|_| TalkError::Silent(limit))?;
+    received?.ok_or(TalkError::Closed)
 }
 
 fn halves<S, R>(channel: Channel) -> (Sender<S>, Receiver<R>) {
@@ -101,6 +110,7 @@ fn halves<S, R>(channel: Channel) -> (Sender<S>, Receiver<R>) {
         },
         Receiver {
             channel: receiver,
+            put_back: None,
             kind: PhantomData,
         },
     )
@@ -156,12 +166,20 @@ async fn write(
 impl<M: Message + Named> Receiver<M> {
     /// Receives the next message. Safe to cancel.
     pub(crate) async fn recv(&mut self) -> Result<M, TalkError> {
-        let bytes = self.channel.recv().await?.ok_or(TalkError::Closed)?;
+        let bytes = match self.put_back.take() {
+            Some(bytes) => bytes,
+            None => self.channel.recv().await?.ok_or(TalkError::Closed)?,
+        };
         let message = wire::decode(&bytes)?;
         if fail_point::after_receipt(&message) {
             self.channel.disconnect();
         }
         Ok(message)
+    }
+
+    /// Lets a message be received next, which was received before this half existed.
+    pub(crate) fn put_back(&mut self, message: Vec<u8>) {
+        self.put_back = Some(message);
     }
 
     /// Receives the next message, with a time limit.

@@ -4,6 +4,7 @@
 //! `docs/decisions/0043-networks-in-the-agent.md` has the design.
 
 pub mod member;
+pub mod networks;
 pub mod plane;
 pub mod reach;
 pub mod tap;

@@ -48,6 +48,35 @@ impl Mac {
     }
 }
 
+/// A text that is no MAC address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NoMac;
+
+impl fmt::Display for NoMac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a MAC address is written as six bytes, such as 52:54:00:12:34:56")
+    }
+}
+
+impl std::error::Error for NoMac {}
+
+impl std::str::FromStr for Mac {
+    type Err = NoMac;
+
+    fn from_str(text: &str) -> Result<Self, NoMac> {
+        let mut bytes = [0; 6];
+        let mut parts = text.split(':');
+        for byte in &mut bytes {
+            let part = parts.next().filter(|part| part.len() == 2).ok_or(NoMac)?;
+            *byte = u8::from_str_radix(part, 16).map_err(|_| NoMac)?;
+        }
+        match parts.next() {
+            None => Ok(Self(bytes)),
+            Some(_) => Err(NoMac),
+        }
+    }
+}
+
 impl fmt::Display for Mac {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, e, g] = self.0;
@@ -77,6 +106,26 @@ impl Address {
         match self {
             Self::V4([first, ..]) => first != 0 && first != 127 && first < 224,
             Self::V6(bytes) => bytes[0] != 0xff && bytes[..15].iter().any(|byte| *byte != 0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mac_address_is_read_as_it_is_written() {
+        let mac = Mac([0x52, 0x54, 0, 0xab, 0xcd, 0xef]);
+        assert_eq!(mac.to_string().parse(), Ok(mac));
+        assert_eq!("52:54:00:AB:CD:EF".parse(), Ok(mac));
+        for wrong in [
+            "",
+            "52:54:00:ab:cd",
+            "52:54:00:ab:cd:ef:0",
+            "5:54:00:ab:cd:ef",
+        ] {
+            assert_eq!(wrong.parse::<Mac>(), Err(NoMac), "{wrong}");
         }
     }
 }

@@ -5,7 +5,6 @@ use crate::paths::Paths;
 use crate::route::Route;
 use std::fmt;
 use std::net::SocketAddr;
-use std::time::Duration;
 
 /// What prevents a direct path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -77,8 +76,6 @@ pub enum State {
     Direct {
         /// The other host's address, as this host sees it.
         address: SocketAddr,
-        /// The smoothed round trip.
-        round_trip: Option<Duration>,
     },
     /// Through a relay.
     Relayed {
@@ -107,16 +104,7 @@ pub struct Reason {
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.state {
-            State::Direct {
-                address,
-                round_trip,
-            } => {
-                write!(f, "direct to {address}")?;
-                match round_trip {
-                    Some(time) => write!(f, ", {:.1} ms", time.as_secs_f64() * 1000.0),
-                    None => Ok(()),
-                }
-            }
+            State::Direct { address } => write!(f, "direct to {address}"),
             State::Relayed {
                 server,
                 tcp,
@@ -138,10 +126,7 @@ impl Paths {
     /// Returns how the peer is reached, and why not better.
     pub fn why(&self, local: &Local) -> Reason {
         let state = match self.used() {
-            Some(used @ Route::Direct { address, .. }) => State::Direct {
-                address,
-                round_trip: self.round_trip(used),
-            },
+            Some(Route::Direct { address, .. }) => State::Direct { address },
             Some(Route::Relayed { server }) => State::Relayed {
                 server: local.name(server).to_owned(),
                 tcp: local.leg(server) == Some(crate::Leg::Tcp),

@@ -94,6 +94,8 @@ pub struct Tuning {
     pub search_time: Duration,
     /// The symmetric side renews its mappings: Linux forgets unanswered ones after 30 s.
     pub search_renew: Duration,
+    /// Time until a host that is searching for another peer is asked again for a search.
+    pub search_turn: Duration,
     /// Time between two searches for one peer; doubles each time.
     pub search_retry: Duration,
     /// The longest time between two searches for one peer.
@@ -150,6 +152,7 @@ impl Default for Tuning {
             search_pace: ms(10),
             search_time: ms(30_000),
             search_renew: ms(12_000),
+            search_turn: ms(6_000),
             search_retry: ms(60_000),
             search_retry_max: ms(600_000),
             stun_interval: ms(15_000),

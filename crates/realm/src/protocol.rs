@@ -194,6 +194,8 @@ pub enum Gossip {
     Ruleset(SignedRuleset),
     /// Enrolments that the other host may lack.
     Enrolments(Vec<Enrolment>),
+    /// Bytes of the sender for the receiver, as in [`ToServer::Signal`].
+    Signal(Vec<u8>),
 }
 
 /// What a host or server has of a realm.

@@ -146,24 +146,34 @@ pub struct Tombstone {
 pub struct ServerEntry {
     /// Its identity, which it proves at each connection.
     pub id: HostId,
-    /// Its addresses, the preferred one first: `name:port` for UDP, `tcp/name:port` for TCP.
+    /// Its addresses, the preferred one first: `name:port` for UDP, `tcp/name:port` for TCP, and
+    /// `stun/name:port` for STUN alone, of this or any other server.
     pub addresses: Vec<String>,
 }
 
 /// What precedes an address over TCP.
 const TCP: &str = "tcp/";
+/// What precedes an address that only answers STUN.
+const STUN: &str = "stun/";
 
 impl ServerEntry {
     /// Returns its addresses for QUIC over UDP.
     pub fn udp_addresses(&self) -> impl Iterator<Item = &str> {
         let addresses = self.addresses.iter().map(String::as_str);
-        addresses.filter(|address| !address.starts_with(TCP))
+        addresses.filter(|address| !address.starts_with(TCP) && !address.starts_with(STUN))
     }
 
     /// Returns its addresses for TLS over TCP, without the prefix.
     pub fn tcp_addresses(&self) -> impl Iterator<Item = &str> {
         let addresses = self.addresses.iter().map(String::as_str);
         addresses.filter_map(|address| address.strip_prefix(TCP))
+    }
+
+    /// Returns the addresses for STUN alone, without the prefix. The way in which a NAT maps ports
+    /// is only seen at two addresses or more.
+    pub fn stun_addresses(&self) -> impl Iterator<Item = &str> {
+        let addresses = self.addresses.iter().map(String::as_str);
+        addresses.filter_map(|address| address.strip_prefix(STUN))
     }
 }
 

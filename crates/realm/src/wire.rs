@@ -134,6 +134,7 @@ impl Message for Gossip {
     fn check(&self) -> Result<(), WireError> {
         match self {
             Self::Enrolments(enrolments) => check_enrolments(enrolments.len()),
+            Self::Signal(bytes) => check_signal(bytes),
             Self::Have(_) | Self::Ruleset(_) => Ok(()),
         }
     }

@@ -12,12 +12,14 @@ use longhaul_realm::server::{Config, Counters, Input, Limits, Server};
 use longhaul_realm::signed::DocumentError;
 use longhaul_transport::{
     EndpointError, Identity, IdentityError, RendezvousConfig, RendezvousProtocol, RendezvousServer,
+    serve_stun,
 };
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::net::UdpSocket;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout_at};
 
@@ -33,6 +35,8 @@ pub struct Options {
     pub listen: SocketAddr,
     /// The TCP address, for hosts whose UDP is blocked.
     pub listen_tcp: Option<SocketAddr>,
+    /// Another UDP address, which only tells hosts their own address (STUN).
+    pub listen_stun: Option<SocketAddr>,
     /// The folder of its identity and store.
     pub state: PathBuf,
     /// The realms that it serves.
@@ -55,6 +59,9 @@ pub enum StartError {
     /// A socket.
     #[error("{0}: another program may use the port")]
     Socket(#[from] EndpointError),
+    /// The socket for STUN.
+    #[error("cannot listen on UDP {0}: {1}")]
+    Stun(SocketAddr, io::Error),
     /// A stored document does not verify.
     #[error(
         "the store has a document that its realm did not sign: {0}; restore a backup, or move the \
@@ -116,11 +123,19 @@ impl Rendezvous {
             handshake_timeout: HANDSHAKE,
         };
         let transport = Arc::new(RendezvousServer::bind(config, identity, shared.clone())?);
-        let tasks = vec![
+        let mut tasks = vec![
             tokio::spawn(accept(shared.clone(), transport.clone())),
             tokio::spawn(others::dial_all(shared.clone(), transport.clone(), id)),
             tokio::spawn(time_out(shared.clone())),
         ];
+        if let Some(address) = options.listen_stun {
+            let bound = UdpSocket::bind(address).await;
+            let socket = bound.map_err(|error| StartError::Stun(address, error))?;
+            tasks.push(tokio::spawn(async move {
+                let error = serve_stun(&socket).await;
+                tracing::error!(%address, %error, "STUN is not answered any more");
+            }));
+        }
         Ok(Self {
             shared,
             transport,

@@ -52,6 +52,8 @@ const CONTROLS_WAITING: usize = 16;
 const CLOSE_WITHIN: Duration = Duration::from_secs(1);
 /// How long a host is dialled on the way to it before its configured addresses are.
 const PEER_WITHIN: Duration = Duration::from_secs(3);
+/// How long a way to a host without addresses may take to be found.
+const WAY_WITHIN: Duration = Duration::from_secs(20);
 
 /// The address and time limits of an endpoint.
 #[derive(Debug, Clone)]
@@ -219,9 +221,16 @@ impl Endpoint {
             alpn: ALPN_CONTROL,
             limit: RateLimit::default(),
         };
-        if self.inner.routes.way(host.id).is_some() {
+        let routes = &self.inner.routes;
+        if routes.way(host.id).is_none()
+            && host.addresses.is_empty()
+            && !routes.find_way(host.id, WAY_WITHIN).await
+        {
+            return Err(ConnectError::NoWay(host.name));
+        }
+        if routes.way(host.id).is_some() {
             // Its datagrams come from its peer address, whatever its real one is.
-            let address = self.inner.routes.peer_address(host.id);
+            let address = routes.peer_address(host.id);
             let dialled = self.inner.dial(&dial, address);
             match tokio::time::timeout(PEER_WITHIN, dialled).await {
                 Ok(Ok(link)) => return self.inner.greet(link, host, address, &dial).await,

@@ -180,6 +180,9 @@ pub enum ConnectError {
         /// Each address tried, with its result.
         tried: Vec<(String, String)>,
     },
+    /// The host has no address, and no rendezvous server has introduced it.
+    #[error("no way to host `{0}` was found")]
+    NoWay(String),
     /// A host with another key answers at this address.
     #[error(
         "the identity of host `{name}` changed: was {expected}, now {found} (at {address}); \

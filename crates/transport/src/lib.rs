@@ -71,7 +71,7 @@ pub use rendezvous::{
 pub use routes::{ARRIVALS_PER_PEER_MAX, RelayLeg, Routes, Way};
 pub use stun::{
     BindingAnswer, BindingError, BindingRequest, Observation, Reflexive, ReflexiveError,
-    STUN_ANSWER_BYTES_MAX, STUN_BYTES_MAX, StunError, TransactionId, binding_answer,
+    STUN_ANSWER_BYTES_MAX, STUN_BYTES_MAX, StunError, TransactionId, binding_answer, serve_stun,
 };
 pub use trust::{
     ADDRESSES_MAX, NameCollision, Permission, Scope, TRUST_FILE, TRUSTED_HOSTS_MAX, TrustError,

@@ -13,14 +13,17 @@ use longhaul_realm::protocol::SessionId;
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use tokio::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Duration;
+use tokio::sync::{Notify, mpsc};
 
 /// The way on which datagrams travel to a peer, or came from it.
 pub type Way = Route;
 
 /// The maximum number of addresses from which a peer's datagrams are known to come.
 pub const ARRIVALS_PER_PEER_MAX: usize = 64;
+/// Hosts that wait for a way.
+const WISHES_WAITING: usize = 64;
 /// The port of all peer addresses.
 const PEER_PORT: u16 = 1;
 /// The network of peer addresses in IPv6: packets to it are discarded (RFC 6666).
@@ -48,6 +51,10 @@ struct Shared {
     /// Without any peer, nothing is looked up.
     any: AtomicBool,
     tables: RwLock<Tables>,
+    /// Where hosts go that are dialled and have no way.
+    wishes: Mutex<Option<mpsc::Sender<HostId>>>,
+    /// Is notified when a peer's way changes.
+    ways_changed: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -102,6 +109,8 @@ impl Routes {
             ipv6,
             any: AtomicBool::new(false),
             tables: RwLock::default(),
+            wishes: Mutex::default(),
+            ways_changed: Notify::new(),
         }))
     }
 
@@ -169,6 +178,42 @@ impl Routes {
         if let Some(known) = tables.peers.get_mut(&peer) {
             known.way = way;
         }
+        drop(tables);
+        self.0.ways_changed.notify_waiters();
+    }
+
+    /// Returns where the hosts arrive from now on that are dialled, and have neither a way nor an
+    /// address. Who takes them finds ways to them.
+    pub fn wishes(&self) -> mpsc::Receiver<HostId> {
+        let (sender, receiver) = mpsc::channel(WISHES_WAITING);
+        let mut wishes = self.0.wishes.lock().unwrap_or_else(PoisonError::into_inner);
+        *wishes = Some(sender);
+        receiver
+    }
+
+    /// Asks for a way to a host, and waits for it. Returns false if nobody finds one in this time.
+    pub(crate) async fn find_way(&self, host: HostId, within: Duration) -> bool {
+        let sender = {
+            let wishes = self.0.wishes.lock();
+            wishes.unwrap_or_else(PoisonError::into_inner).clone()
+        };
+        let Some(sender) = sender else {
+            return false;
+        };
+        // With a full queue others wait too: the host may be among them.
+        let _ = sender.try_send(host);
+        let found = async {
+            loop {
+                let changed = self.0.ways_changed.notified();
+                tokio::pin!(changed);
+                changed.as_mut().enable();
+                if self.way(host).is_some() {
+                    return;
+                }
+                changed.await;
+            }
+        };
+        tokio::time::timeout(within, found).await.is_ok()
     }
 
     /// Returns the way on which datagrams go to a peer.

@@ -7,7 +7,7 @@ mod server;
 pub(crate) use client::{Client, Pending};
 pub use client::{Observation, Reflexive, ReflexiveError};
 pub(crate) use server::Server;
-pub use server::binding_answer;
+pub use server::{binding_answer, serve_stun};
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 

@@ -284,12 +284,10 @@ impl Names<'_> {
     }
 
     fn network_like(&self, like: impl Fn(&Network) -> bool) -> Option<String> {
-        let found = self
-            .config
-            .networks
-            .iter()
-            .find(|(_, network)| like(network));
-        found.map(|(name, _)| name.clone())
+        let networks = self.config.all_networks();
+        let mut networks = networks.into_iter();
+        let found = networks.find(|(_, network)| like(network));
+        found.map(|(name, _)| name)
     }
 
     /// Returns whether a path of that process is this file of ours, under any name.

@@ -18,6 +18,22 @@ pub const GUEST_MAC: &str = "52:54:00:4c:48:02";
 pub const GUEST_ADDRESS: &str = "10.78.0.2/24";
 const CLIENTS_ADDRESS: &str = "10.78.0.1/24";
 
+/// Makes a namespace for clients a port of a bridge that a host has already.
+///
+/// # Errors
+/// When a part of it cannot be made.
+pub fn join(host: &Host, bridge: &str, clients: &Namespace) -> Result<(), LabError> {
+    let there = clients.name();
+    host.namespace().configure(&format!(
+        "link add to-clients type veth peer name {BRIDGE} netns {there}\n\
+         link set dev to-clients master {bridge} up\n"
+    ))?;
+    clients.configure(&format!(
+        "addr add {CLIENTS_ADDRESS} dev {BRIDGE}\n\
+         link set dev {BRIDGE} up\n"
+    ))
+}
+
 /// Creates the network around a namespace for the clients.
 ///
 /// # Errors

@@ -100,6 +100,20 @@ impl Internet {
             .ok_or_else(|| no(&format!("site {index}")))
     }
 
+    /// Returns the site of a host of the laboratory.
+    ///
+    /// # Errors
+    /// When there is none of that number.
+    pub fn site_of(&self, host: usize) -> Result<&Site, LabError> {
+        let mut hosts = 0;
+        let mut sites = self.sites.iter();
+        let found = sites.find(|site| {
+            hosts += site.access.hosts;
+            host < hosts
+        });
+        found.ok_or_else(|| no(&format!("site of host {host}")))
+    }
+
     /// Returns the servers.
     pub fn servers(&self) -> &[Host] {
         &self.servers

@@ -52,7 +52,8 @@ pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
     let parts = Parts::open(config.clone())?;
     let manager = Manager::start_up(parts.clone()).await?;
     let (prober, held) = (parts.prober.clone(), parts.held.clone());
-    let realms = Realms::start(manager.endpoint().clone(), config.state.clone())?;
+    let slot = parts.networks.clone();
+    let realms = Realms::start(manager.endpoint().clone(), &config, slot)?;
     let realms = Arc::new(realms);
     let service = Service {
         realms: realms.clone(),

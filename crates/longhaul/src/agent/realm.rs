@@ -1,21 +1,27 @@
 //! Owns this host's realm in the agent: joins, shows, leaves, and starts it with the agent.
 
 use longhaul_api::{
-    ApiError, ErrorCode, JoinRealm, Realm, RealmMember, RealmNetwork, RealmServer, RealmStanding,
-    RealmStatus, Scope,
+    ApiError, ErrorCode, HostWay, JoinRealm, Realm, RealmMember, RealmNetwork, RealmServer,
+    RealmStanding, RealmStatus, Scope, WayKind,
 };
+use longhaul_hypervisor::config::RealmNetworks;
+use longhaul_migration::host::config::Config;
 use longhaul_migration::host::start_error::StartError;
-use longhaul_network::member::{self, Handle, MEMBER_FILE, MemberError, Options, Status, Stored};
+use longhaul_network::member::{Handle, MEMBER_FILE, Status, Stored};
+use longhaul_network::networks::{self, Networks, NetworksError, Options, Slot};
+use longhaul_network::plane::PlaneConfig;
+use longhaul_network::reach::PeerStatus;
 use longhaul_protocol::HostId;
 use longhaul_realm::membership::{Standing, Why};
 use longhaul_realm::protocol::{Refused, RefusedCode};
 use longhaul_realm::token::{Token, TokenError};
-use longhaul_transport::Endpoint;
+use longhaul_transport::{Endpoint, Way};
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::Mutex;
-use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 /// How long a join waits for a server.
@@ -25,78 +31,81 @@ const JOIN_WAIT: Duration = Duration::from_secs(30);
 pub(crate) struct Realms {
     endpoint: Endpoint,
     folder: PathBuf,
-    running: Mutex<Option<Running>>,
-}
-
-struct Running {
-    handle: Handle,
-    task: JoinHandle<()>,
-}
-
-impl Running {
-    async fn stop(self) {
-        self.handle.stop().await;
-        if self.task.await.is_err() {
-            tracing::error!("the realm's part of the agent broke");
-        }
-    }
+    configured: Vec<SocketAddr>,
+    /// Where the names of its networks go.
+    names: RealmNetworks,
+    /// What runs of it.
+    slot: Slot,
+    /// Held while it changes.
+    changing: Mutex<()>,
 }
 
 impl Realms {
     /// Starts the member if the state folder has one.
-    pub(crate) fn start(endpoint: Endpoint, folder: PathBuf) -> Result<Self, StartError> {
+    pub(crate) fn start(
+        endpoint: Endpoint,
+        config: &Config,
+        slot: Slot,
+    ) -> Result<Self, StartError> {
         let cannot = |error: &dyn std::fmt::Display| {
             StartError::new(format!("cannot take part in the realm: {error}"))
         };
-        let stored = Stored::read(&folder).map_err(|error| cannot(&error))?;
         let realms = Self {
             endpoint,
-            folder,
-            running: Mutex::new(None),
+            folder: config.state.clone(),
+            configured: config.addresses.clone(),
+            names: config.hypervisor.realm_networks.clone(),
+            slot,
+            changing: Mutex::new(()),
         };
-        let running = stored.map(|stored| realms.run(stored));
-        let running = running.transpose().map_err(|error| cannot(&error))?;
-        Ok(Self {
-            running: Mutex::new(running),
-            ..realms
-        })
+        let stored = Stored::read(&realms.folder).map_err(|error| cannot(&error))?;
+        if let Some(stored) = stored {
+            realms.run(stored).map_err(|error| cannot(&error))?;
+        }
+        Ok(realms)
     }
 
-    fn run(&self, stored: Stored) -> Result<Running, MemberError> {
-        let (handle, task) = member::start(Options {
+    /// Starts the networks. There are none yet.
+    fn run(&self, stored: Stored) -> Result<Arc<Networks>, NetworksError> {
+        let names = self.names.clone();
+        let networks = networks::start(Options {
             endpoint: self.endpoint.clone(),
             folder: self.folder.clone(),
             stored,
             software: format!("longhaul {}", env!("CARGO_PKG_VERSION")),
-            events: None,
+            configured: self.configured.clone(),
+            plane: PlaneConfig::default(),
+            opened: Box::new(move |open| {
+                let bridges = open.into_iter();
+                names.set(bridges.map(|(name, open)| (name, open.bridge)).collect());
+            }),
         })?;
-        Ok(Running { handle, task })
+        let networks = Arc::new(networks);
+        self.slot.set(Some(networks.clone()));
+        Ok(networks)
     }
 
-    /// Ends the member; its documents stay.
+    /// Ends the networks; the documents of the realm stay.
     pub(crate) async fn stop(&self) {
-        if let Some(running) = self.running.lock().await.take() {
-            running.stop().await;
+        if let Some(networks) = self.slot.set(None) {
+            networks.stop().await;
         }
     }
 
     /// Returns the realm.
     pub(crate) async fn get(&self) -> RealmStatus {
-        let running = self.running.lock().await;
         let own = self.endpoint.host_id();
         RealmStatus {
-            realm: running
-                .as_ref()
-                .map(|running| shown(own, &running.handle.status().borrow())),
+            realm: self.slot.get().map(|networks| shown(own, &networks)),
         }
     }
 
     /// Joins a realm: the token names this host, a server takes it, and the ruleset arrives.
     pub(crate) async fn join(&self, join: JoinRealm) -> Result<RealmStatus, ApiError> {
         let token = Token::parse(join.token.trim()).map_err(|error| bad_token(&error))?;
-        let mut held = self.running.lock().await;
-        if let Some(running) = held.as_ref() {
-            let status = running.handle.status().borrow().clone();
+        let _changing = self.changing.lock().await;
+        if let Some(networks) = self.slot.get() {
+            let status = networks.realm();
             if status.realm != token.realm() || status.standing.is_member() {
                 let text = format!("this host is in realm {} already", status.realm);
                 return Err(ApiError::new(ErrorCode::AlreadyExists, text)
@@ -104,28 +113,25 @@ impl Realms {
             }
         }
         let before = Stored::read(&self.folder).map_err(|error| internal(&error))?;
-        if let Some(running) = held.take() {
-            running.stop().await;
-        }
+        self.stop().await;
         let own = self.endpoint.host_id();
         let unix = SystemTime::now().duration_since(UNIX_EPOCH);
         let unix_s = unix.unwrap_or(Duration::ZERO).as_secs();
         let stored = Stored::of_token(&token, own, unix_s).map_err(|error| bad_token(&error))?;
         self.put(stored.clone()).await?;
-        let running = self.run(stored).map_err(|error| internal(&error))?;
-        match taken(&running.handle).await {
+        let networks = self.run(stored).map_err(|error| internal(&error))?;
+        match taken(networks.member()).await {
             Ok(status) => {
                 tracing::info!(realm = %status.realm, "joined a realm");
-                *held = Some(running);
-                let realm = Some(shown(own, &status));
+                let realm = Some(shown(own, &networks));
                 Ok(RealmStatus { realm })
             }
             Err(error) => {
-                running.stop().await;
+                self.stop().await;
                 match before {
                     Some(before) => {
                         self.put(before.clone()).await?;
-                        *held = Some(self.run(before).map_err(|error| internal(&error))?);
+                        self.run(before).map_err(|error| internal(&error))?;
                     }
                     None => self.remove().await?,
                 }
@@ -136,12 +142,13 @@ impl Realms {
 
     /// Forgets the realm.
     pub(crate) async fn leave(&self) -> Result<(), ApiError> {
-        let mut held = self.running.lock().await;
-        let Some(running) = held.take() else {
+        let _changing = self.changing.lock().await;
+        let Some(networks) = self.slot.set(None) else {
             let text = "this host is in no realm";
             return Err(ApiError::new(ErrorCode::TooLate, text));
         };
-        running.stop().await;
+        networks.leave().await;
+        self.names.set(BTreeMap::new());
         self.remove().await
     }
 
@@ -215,7 +222,8 @@ fn internal(error: &dyn std::fmt::Display) -> ApiError {
     ApiError::new(ErrorCode::Internal, error.to_string())
 }
 
-fn shown(own: HostId, status: &Status) -> Realm {
+fn shown(own: HostId, networks: &Networks) -> Realm {
+    let (status, ways, ports) = (networks.realm(), networks.ways(), networks.ports());
     let (standing, reason) = match &status.standing {
         Standing::Member(member) if member.pending => (RealmStanding::Pending, None),
         Standing::Member(_) => (RealmStanding::Member, None),
@@ -224,7 +232,12 @@ fn shown(own: HostId, status: &Status) -> Realm {
     };
     let members = status.members.iter();
     let name_of = |id: &HostId| members.clone().find(|member| member.id == *id);
+    let port = |name: &str| ports.iter().find(|port| port.name == name);
+    let open = |name: &str| Some(port(name)?.open.as_ref().ok()?.bridge.clone());
+    let error = |name: &str| port(name)?.open.as_ref().err().cloned();
     let networks = status.networks.iter().map(|network| RealmNetwork {
+        bridge: open(&network.name),
+        error: error(&network.name),
         name: network.name.clone(),
         id: network
             .id
@@ -271,8 +284,27 @@ fn shown(own: HostId, status: &Status) -> Realm {
                 .filter_map(|(may, scope)| may.then_some(scope))
                 .collect(),
                 pending: member.pending,
+                way: ways
+                    .peers
+                    .iter()
+                    .find(|peer| peer.peer == member.id)
+                    .map(way),
             })
             .collect(),
         notices: status.notices.clone(),
+    }
+}
+
+/// Returns how a host is reached.
+fn way(peer: &PeerStatus) -> HostWay {
+    HostWay {
+        kind: peer.way.map(|way| match way {
+            Way::Direct { .. } => WayKind::Direct,
+            Way::Relayed { .. } => WayKind::Relayed,
+        }),
+        round_trip_us: peer
+            .round_trip
+            .map(|time| u64::try_from(time.as_micros()).unwrap_or(u64::MAX)),
+        text: peer.text(),
     }
 }

@@ -61,6 +61,8 @@ pub(crate) enum Command {
     Agent(AgentArgs),
     /// Show this host; trust, list, forget and probe others; join a realm, invite hosts to one
     Host(HostArgs),
+    /// List the hosts that this one knows, and how each is reached: directly or relayed, and why
+    Hosts,
     /// List, start, stop, attach, detach, resume and reclaim guests; track their writes
     Guests(GuestsArgs),
     /// Check and predict a move without changing anything

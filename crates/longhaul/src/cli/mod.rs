@@ -115,6 +115,7 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
         Command::Journal { command } => return journal::run(output, command),
         Command::Doctor(args) => return doctor::doctor(client()?, output, args).await,
         Command::Host(args) => host(&client()?, output, args.command).await?,
+        Command::Hosts => hosts(&client()?, output).await?,
         Command::Guests(args) => guests(&client()?, output, args.command).await?,
         Command::Plan(args) => return plan(&client()?, output, args).await,
         Command::Migrate(args) => return migrate::migrate(&client()?, output, args).await,
@@ -171,6 +172,18 @@ fn now_unix_ms() -> u64 {
 
 fn whole_ms(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+async fn hosts(client: &Client, output: &Output) -> Result<(), CliError> {
+    let own = client.host().await?.fingerprint;
+    let realm = client.realm().await?.realm;
+    let members = realm.map_or_else(Vec::new, |realm| realm.members);
+    let trusted = client.hosts().await?.hosts;
+    show(
+        output,
+        &json!({ "members": members, "trusted": trusted }),
+        || show::list::known_hosts(&own, &members, &trusted),
+    )
 }
 
 async fn host(

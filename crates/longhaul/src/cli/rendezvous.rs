@@ -61,6 +61,7 @@ async fn serve(args: ServeArgs) -> Result<(), CliError> {
     let server = Rendezvous::start(Options {
         listen: args.listen,
         listen_tcp: args.listen_tcp,
+        listen_stun: args.listen_stun,
         state: args.state.clone(),
         realms: args.realms.clone(),
         limits,

@@ -19,8 +19,9 @@ impl Arrival {
 impl Companion for Arrival {
     fn look(&self, guest: &GuestDescription) -> Vec<Check> {
         let config = &self.0.context.parts.config;
+        let networks = config.hypervisor.all_networks();
         let checks = guest.nics.iter().flat_map(|nic| {
-            let Some(Network::Bridge(bridge)) = config.hypervisor.networks.get(&nic.network) else {
+            let Some(Network::Bridge(bridge)) = networks.get(&nic.network) else {
                 return lost(&config.name, nic);
             };
             let seen = (filters_vlans(&bridge.bridge), mtu_of(&bridge.bridge));

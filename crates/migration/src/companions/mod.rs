@@ -11,6 +11,7 @@ mod flash_variables;
 mod held_frames;
 mod hooks;
 mod local_content;
+mod network_ports;
 mod shared_files;
 
 use crate::destination::companion as destination;
@@ -24,6 +25,7 @@ pub(crate) fn at_destination(about: &destination::About) -> Vec<Box<dyn destinat
         Box::new(hooks::Arrival::new(about())),
         Box::new(shared_files::Arrival::new(about())),
         Box::new(bridge_ports::Arrival::new(about())),
+        Box::new(network_ports::Arrival::new(about())),
         Box::new(held_frames::Arrival::new(about())),
         Box::new(disk_images::Arrival::new(about())),
         Box::new(flash_variables::Arrival::new(about())),
@@ -42,6 +44,7 @@ pub(crate) fn at_source(about: &source::About) -> Vec<Box<dyn source::Companion>
         Box::new(flash_variables::Departure::new(about())),
         Box::new(disk_exports::Departure::new(about())),
         Box::new(held_frames::Departure::new(about())),
+        Box::new(network_ports::Departure::new(about())),
     ]
 }
 

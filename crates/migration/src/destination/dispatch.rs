@@ -7,6 +7,8 @@ use crate::destination::recovered::{AnswerError, Attempts};
 use crate::destination::{Destination, admission, attempt, files};
 use crate::disks::{base_images, images};
 use crate::limits::peer_quota;
+use longhaul_network::member::{GossipError, suite_of};
+use longhaul_overlay::seal::Suite;
 use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{
@@ -42,9 +44,14 @@ async fn serve(context: Arc<Destination>, recovered: Arc<Attempts>, control: Con
                     return;
                 };
                 let ends = (context.clone(), recovered.clone());
-                let answer = answer(ends, control.clone(), channel);
+                let control = control.clone();
                 tokio::spawn(async move {
-                    answer.await;
+                    let mut channel = channel;
+                    let first = channel::first(&mut channel, FIRST_MESSAGE).await;
+                    match first.as_ref().ok().and_then(|first| suite_of(first)) {
+                        None => answer(ends, control, channel, first).await,
+                        Some(suite) => gossip(&ends.0, &control, channel, suite),
+                    }
                     drop(turn);
                 });
             }
@@ -56,14 +63,34 @@ async fn serve(context: Arc<Destination>, recovered: Arc<Attempts>, control: Con
     }
 }
 
+/// Takes a channel that carries no migration: another member of this host's realm.
+fn gossip(
+    context: &Destination,
+    control: &Control,
+    channel: Channel,
+    suite: Result<Suite, GossipError>,
+) {
+    match suite {
+        Ok(suite) => context.parts.networks.accepted(control, channel, suite),
+        Err(error) => control.close(CloseCode::Violation, &error.to_string()),
+    }
+}
+
 async fn answer(
     (context, recovered): (Arc<Destination>, Arc<Attempts>),
     control: Control,
     channel: Channel,
+    first: Result<Vec<u8>, TalkError>,
 ) {
     let peer = control.peer().host.name.clone();
     let (sender, mut receiver) = channel::as_destination(channel);
-    let first = receiver.recv_within(FIRST_MESSAGE).await;
+    let first = match first {
+        Ok(first) => {
+            receiver.put_back(first);
+            receiver.recv().await
+        }
+        Err(error) => Err(error),
+    };
     let call = Call {
         control,
         sender,

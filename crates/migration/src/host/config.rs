@@ -9,6 +9,7 @@ use crate::host::start_error::StartError;
 use longhaul_api::Encoding;
 use longhaul_hypervisor::config::{
     AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, Network, QemuConfig,
+    RealmNetworks,
 };
 use longhaul_image::store::{Place, PlaceError};
 use longhaul_protocol::units::parse_bit_rate;
@@ -36,6 +37,8 @@ pub struct Config {
     pub state: PathBuf,
     /// The UDP address for other agents.
     pub listen: SocketAddr,
+    /// Addresses at which members of its realm reach this host, besides those of its interfaces.
+    pub addresses: Vec<SocketAddr>,
     /// The image repository.
     pub repository: Place,
     /// The addresses at which commands reach the agent.
@@ -59,6 +62,9 @@ pub struct Config {
 /// The valid bandwidth limits, in bits per second.
 pub const BANDWIDTH_BPS: RangeInclusive<u64> = 100_000..=1_000_000_000_000;
 
+/// The maximum number of configured addresses.
+const ADDRESSES_MAX: usize = 8;
+
 /// The TOML document.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -68,6 +74,8 @@ struct Document {
     state: PathBuf,
     #[serde(default = "default_listen")]
     listen: SocketAddr,
+    #[serde(default)]
+    addresses: Vec<SocketAddr>,
     repository: Option<String>,
     #[serde(default)]
     api: ApiConfig,
@@ -167,6 +175,22 @@ fn bandwidth(text: &str) -> Result<u64, String> {
     Ok(rate)
 }
 
+/// Checks the addresses at which others reach this host.
+fn addresses(addresses: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, String> {
+    if addresses.len() > ADDRESSES_MAX {
+        return Err(format!("`addresses` has more than {ADDRESSES_MAX} entries"));
+    }
+    match addresses
+        .iter()
+        .find(|address| address.port() == 0 || address.ip().is_unspecified())
+    {
+        Some(wrong) => Err(format!(
+            "`addresses`: others cannot reach this host at {wrong}; write an IP address and a port"
+        )),
+        None => Ok(addresses),
+    }
+}
+
 /// Returns the image repository. Default: a folder in the state folder.
 fn repository(text: Option<&str>, state: &Path) -> Result<Place, String> {
     let Some(text) = text else {
@@ -218,6 +242,7 @@ impl Config {
             name: document.name.unwrap_or_else(machine_name),
             state: document.state.clone(),
             listen: document.listen,
+            addresses: addresses(document.addresses)?,
             repository: repository(document.repository.as_deref(), &document.state)?,
             api: document.api,
             limits: Limits::new(&document.limits, &document.hosts)?,
@@ -228,6 +253,7 @@ impl Config {
                 qemu: document.qemu.unwrap_or_else(default_qemu),
                 images: document.images,
                 networks: document.networks,
+                realm_networks: RealmNetworks::default(),
                 firmware: document.firmware,
                 kernels: document.kernels,
                 folders: document.folders,

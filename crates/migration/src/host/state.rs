@@ -34,6 +34,8 @@ pub struct Parts {
     pub launcher: Launcher,
     /// The manager of the guests that migrate. Today this is the launcher.
     pub guests: Arc<dyn GuestManager>,
+    /// The networks of this host's realm.
+    pub networks: longhaul_network::networks::Slot,
     /// The content index, if configured.
     pub held: Option<Arc<Held>>,
     /// The memory cache, if configured.
@@ -57,6 +59,7 @@ impl Parts {
         Ok(Self {
             held,
             kept_memory,
+            networks: longhaul_network::networks::Slot::default(),
             config,
             identity,
             trust,

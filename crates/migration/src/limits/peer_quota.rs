@@ -335,7 +335,7 @@ fn own_vlans(
     excess: &Excess<'_>,
     guest: &GuestDescription,
 ) -> Result<(), Refusal> {
-    let networks = &context.parts.config.hypervisor.networks;
+    let networks = context.parts.config.hypervisor.all_networks();
     let chosen = |nic: &&Nic| {
         let vlans = nic.port.as_ref().is_some_and(|port| !port.vlans.is_empty());
         let says = match networks.get(&nic.network) {

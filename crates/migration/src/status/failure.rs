@@ -86,12 +86,18 @@ pub(crate) fn connect(host: &str, error: &ConnectError) -> ApiError {
     let code = match error {
         ConnectError::NotTrusted(_) => ErrorCode::HostUnknown,
         ConnectError::Trust(_) => ErrorCode::Internal,
-        ConnectError::Unreachable { .. } | ConnectError::Lost { .. } => ErrorCode::PeerUnreachable,
+        ConnectError::Unreachable { .. } | ConnectError::NoWay(_) | ConnectError::Lost { .. } => {
+            ErrorCode::PeerUnreachable
+        }
         ConnectError::IdentityChanged { .. } => ErrorCode::PeerIdentity,
         ConnectError::Refused { .. } => ErrorCode::PeerForbids,
         ConnectError::Incompatible(_) => ErrorCode::PeerVersion,
     };
     let hint = match code {
+        ErrorCode::PeerUnreachable if matches!(error, ConnectError::NoWay(_)) => Some(format!(
+            "both hosts need a rendezvous server of their realm: `longhaul realm` here and on \
+             {host} says whether they are registered"
+        )),
         ErrorCode::PeerUnreachable => Some(format!(
             "is the agent on {host} running, and its UDP port open? `longhaul host list` shows \
              the address"

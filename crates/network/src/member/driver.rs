@@ -6,6 +6,7 @@ use super::link::{self, Up};
 use super::status::{LinkState, Status};
 use super::{Event, MemberError};
 use bytes::Bytes;
+use longhaul_overlay::seal::Suite;
 use longhaul_protocol::HostId;
 use longhaul_protocol::wire::Message;
 use longhaul_realm::Now;
@@ -82,9 +83,10 @@ impl Handle {
         self.status.clone()
     }
 
-    /// Gossips on a control connection, which this host dialled, while it lives.
-    pub fn connected(&self, control: &Control) {
-        super::gossip::dial(self.inputs.clone(), control.clone());
+    /// Gossips on a control connection, which this host dialled, while it lives. `suite` seals the
+    /// frames between the two hosts.
+    pub fn connected(&self, control: &Control, suite: Suite) {
+        super::gossip::dial(self.inputs.clone(), control.clone(), suite);
     }
 
     /// Gossips on a channel that another host opened with [`GOSSIP_CHANNEL`].
@@ -345,10 +347,12 @@ impl Driver {
                 }
                 Action::Introduced {
                     request,
+                    server,
                     peer,
                     start_ms,
                 } => self.tell(Event::Introduced {
                     request,
+                    server,
                     peer,
                     start_ms,
                 }),

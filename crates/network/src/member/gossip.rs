@@ -2,13 +2,15 @@
 
 use super::driver::Incoming;
 use bytes::Bytes;
+use longhaul_overlay::seal::Suite;
 use longhaul_protocol::HostId;
 use longhaul_transport::{Channel, Control};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::sync::mpsc;
 
-/// The first message of a channel for gossip. No message of a migration begins so.
+/// How the first message of a channel for gossip begins; the suite follows (`docs/rendezvous.md`,
+/// section 2). No message of a migration begins so.
 pub const GOSSIP_CHANNEL: &[u8] = b"\xffgossip/1";
 /// Gossip that waits to be sent to one host; more is dropped: the next `Have` makes up for it.
 const WAITING: usize = 32;
@@ -56,12 +58,38 @@ impl Peers {
     }
 }
 
+/// Why the first message of a channel for gossip is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum GossipError {
+    /// The suite is missing or unknown.
+    #[error("gossip begins with a suite that is not known here; update the older host")]
+    Suite,
+}
+
+fn first_message(suite: Suite) -> Vec<u8> {
+    let number = match suite {
+        Suite::Aes256Gcm => 1,
+        Suite::ChaCha20Poly1305 => 2,
+    };
+    [GOSSIP_CHANNEL, &[number]].concat()
+}
+
+/// Reads the first message of a channel: `None` if it is none for gossip.
+pub fn suite_of(first: &[u8]) -> Option<Result<Suite, GossipError>> {
+    let suite = first.strip_prefix(GOSSIP_CHANNEL)?;
+    Some(match suite {
+        [1] => Ok(Suite::Aes256Gcm),
+        [2] => Ok(Suite::ChaCha20Poly1305),
+        _ => Err(GossipError::Suite),
+    })
+}
+
 /// Opens a channel on a control connection.
-pub(super) fn dial(driver: mpsc::Sender<Incoming>, control: Control) {
+pub(super) fn dial(driver: mpsc::Sender<Incoming>, control: Control, suite: Suite) {
     tokio::spawn(async move {
         let host = control.peer().host.id;
         let opened = match control.open().await {
-            Ok(mut channel) => channel.send(GOSSIP_CHANNEL).await.map(|()| channel),
+            Ok(mut channel) => channel.send(&first_message(suite)).await.map(|()| channel),
             Err(error) => Err(error.into()),
         };
         match opened {

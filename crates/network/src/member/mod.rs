@@ -20,7 +20,7 @@ mod tests;
 
 pub use driver::{Handle, Options, start};
 pub use file::{FILE_BYTES_MAX, FileError, MEMBER_FILE, Stored};
-pub use gossip::GOSSIP_CHANNEL;
+pub use gossip::{GOSSIP_CHANNEL, GossipError, suite_of};
 pub use link::connect_server;
 pub use status::{LinkState, Status};
 
@@ -61,6 +61,8 @@ pub enum Event {
     Introduced {
         /// The request, if this host asked.
         request: Option<u32>,
+        /// The server that introduced it.
+        server: HostId,
         /// The other host, a member.
         peer: Peer,
         /// When to begin, in milliseconds.

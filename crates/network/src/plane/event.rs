@@ -149,7 +149,7 @@ pub enum PlaneEvent {
 
 impl PlaneEvent {
     pub(super) fn log(&self) {
-        use tracing::{info, warn};
+        use tracing::{debug, info, warn};
         match self {
             Self::Silent(peer) => info!(?peer, "nothing arrives on the frame plane"),
             Self::Heard(peer) => info!(?peer, "something arrives on the frame plane again"),
@@ -158,7 +158,7 @@ impl PlaneEvent {
                 peer,
                 bytes,
                 black_hole: false,
-            } => info!(?peer, bytes, "the path carries longer datagrams"),
+            } => debug!(?peer, bytes, "the path carries longer datagrams"),
             Self::Mtu { peer, bytes, .. } => {
                 warn!(?peer, bytes, "the path no longer carries long datagrams");
             }

@@ -465,6 +465,8 @@ impl<O: Outside> Driver<O> {
     fn action(&mut self, id: HostId, action: Action) {
         match action {
             Action::Signal { message, via } => {
+                let (kind, plan, round) = (&message.kind, &message.plan, message.round);
+                debug!(peer = %id, ?kind, ?plan, round, %via, "signals");
                 self.outside.signal(id, via, signal::encode(&message));
             }
             Action::Probe { id: probe, on } => self.send(id, on, Probe::Probe { id: probe }),
@@ -481,10 +483,12 @@ impl<O: Outside> Driver<O> {
             }
             Action::Use(way) => self.use_way(id, way),
             Action::OpenSockets { count } => {
+                debug!(peer = %id, count, "opens sockets for a search");
                 let sockets = self.open_sockets(count);
                 self.event(id, Event::Sockets(sockets));
             }
             Action::CloseSockets(sockets) => {
+                debug!(peer = %id, count = sockets.len(), "closes sockets of a search");
                 if let Some(peer) = self.peers.get_mut(&id) {
                     peer.arrivals
                         .retain(|(socket, _)| !sockets.contains(socket));

@@ -51,6 +51,7 @@ async fn begin(folder: &Path, listen: SocketAddr, tcp: SocketAddr) -> Rendezvous
     let options = ServerOptions {
         listen,
         listen_tcp: Some(tcp),
+        listen_stun: None,
         state: folder.to_owned(),
         realms: vec![key(1).public().realm()],
         limits: Limits::default(),

@@ -1,7 +1,8 @@
 //! What servers do for hosts, and what goes on without them.
 
 use crate::common::{Host, LIMIT, Server, publish, rules, signed, token, two_members};
-use longhaul_network::member::{Event, GOSSIP_CHANNEL, Leg};
+use longhaul_network::member::{Event, Leg, suite_of};
+use longhaul_overlay::seal::Suite;
 use longhaul_protocol::HostId;
 use longhaul_realm::member::{Failure, Input};
 use longhaul_realm::protocol::{Candidate, Candidates, SessionId, Target, ToServer};
@@ -34,7 +35,13 @@ fn main_socket(host: &Host) -> UdpSocket {
 }
 
 async fn open_relay(paris: &mut Host, oslo: &mut Host) -> SessionId {
-    paris.handle().input(Input::OpenRelay(5, oslo.id())).await;
+    let status = paris.until_registered().await;
+    let ask = Input::OpenRelay {
+        request: 5,
+        server: status.servers[0].server.id,
+        peer: oslo.id(),
+    };
+    paris.handle().input(ask).await;
     let opened = |event| match event {
         Event::RelayOpened { session, peer, .. } => Some((session, peer)),
         _ => None,
@@ -287,7 +294,7 @@ fn answer_gossip(host: &Host) {
             tokio::spawn(async move {
                 while let Ok(mut channel) = control.accept().await {
                     let first = channel.recv().await.unwrap();
-                    assert_eq!(first.as_deref(), Some(GOSSIP_CHANNEL));
+                    assert_eq!(suite_of(&first.unwrap()), Some(Ok(Suite::Aes256Gcm)));
                     handle.accepted(control.peer().host.id, channel);
                 }
             });
@@ -308,7 +315,7 @@ async fn without_servers_what_is_connected_goes_on_and_gossips_and_the_rest_wait
     };
     paris.endpoint.trust().add(by_hand).unwrap();
     let control = paris.endpoint.connect("oslo").await.unwrap();
-    paris.handle().connected(&control);
+    paris.handle().connected(&control, Suite::Aes256Gcm);
     server.stop().await;
     let none = |status: &longhaul_network::member::Status| !status.servers[0].registered;
     paris.until("unregistered", none).await;

@@ -79,7 +79,7 @@ impl Site {
                 11 + index
             ),
         );
-        self.sysctl(&router, "net.ipv4.ip_forward=1");
+        self.set(&router, "net/ipv4/ip_forward", "1");
         let other = 1 - index;
         let route = format!(
             "route add 203.0.113.{}/30 via 198.51.100.{}\n",
@@ -165,13 +165,12 @@ impl Site {
         );
     }
 
-    fn sysctl(&self, part: &str, setting: &str) {
+    /// Sets a kernel setting of a part, by its path below /proc/sys.
+    fn set(&self, part: &str, setting: &str, value: &str) {
         let namespace = self.namespace(part);
-        run(
-            "ip",
-            &["netns", "exec", &namespace, "sysctl", "-q", "-w", setting],
-            "",
-        );
+        let file = format!("/proc/sys/{setting}");
+        let command = ["netns", "exec", &namespace, "tee", &file];
+        run("ip", &command, value);
     }
 }
 

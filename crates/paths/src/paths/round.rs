@@ -364,7 +364,12 @@ impl Paths {
             self.searches = 0;
             self.next_round = None;
         } else {
-            self.next_round = Some(now + self.backoff(tuning, local));
+            let mut wait = self.backoff(tuning, local);
+            // A search was due, and one of both hosts is searching for another one.
+            if self.failures > 0 && self.search_at <= now && self.search_would_help(local) {
+                wait = wait.min(self.random.about(tuning.search_turn));
+            }
+            self.next_round = Some(now + wait);
             self.failures = self.failures.saturating_add(1);
         }
         if self.told != local.generation() {

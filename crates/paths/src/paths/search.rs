@@ -68,8 +68,13 @@ fn public_address(offer: &Offer) -> Option<SocketAddr> {
 }
 
 impl Paths {
-    /// Returns whether a search can help: exactly one side maps each destination to another port.
+    /// Returns whether a search can help, and this host is not searching for another one.
     pub(super) fn search_is_due(&self, local: &Local) -> bool {
+        self.search_would_help(local) && local.can_search(self.config.peer)
+    }
+
+    /// Returns whether a search can help: exactly one side maps each destination to another port.
+    pub(super) fn search_would_help(&self, local: &Local) -> bool {
         let Some((_, remote)) = &self.remote else {
             return false;
         };
@@ -81,7 +86,6 @@ impl Paths {
             && public_address(remote).is_some()
             && !own.udp_blocked
             && !remote.udp_blocked
-            && local.can_search(self.config.peer)
     }
 
     /// Begins a search, if this host may.

@@ -164,6 +164,7 @@ impl Member {
             }
             Gossip::Ruleset(ruleset) => self.ruleset(host, &ruleset),
             Gossip::Enrolments(enrolments) => self.enrolments(now, host, &enrolments),
+            Gossip::Signal(bytes) => self.act(Action::Signal(host, bytes)),
         }
     }
 }

@@ -101,10 +101,19 @@ pub enum Input {
     Networks(Vec<NetworkId>),
     /// Asks for an introduction. The number names the answer.
     Introduce(u32, Target),
-    /// Passes bytes to another host through the servers.
+    /// Passes bytes to another host through the servers, or on its own connection without any.
     Signal(HostId, Vec<u8>),
-    /// Asks for a relay session with another host.
-    OpenRelay(u32, HostId),
+    /// Passes bytes to another host on its own connection, or through the servers without one.
+    SignalDirect(HostId, Vec<u8>),
+    /// Asks a server for a relay session with another host.
+    OpenRelay {
+        /// Names the answer.
+        request: u32,
+        /// The relay.
+        server: HostId,
+        /// The other host.
+        peer: HostId,
+    },
     /// Ends a relay session at a server.
     CloseRelay(HostId, SessionId),
     /// Asks for the lease of a guest in a generation, from the store that both ends of the
@@ -141,6 +150,8 @@ pub enum Action {
     Introduced {
         /// The request, if this host asked.
         request: Option<u32>,
+        /// The server that introduced it.
+        server: HostId,
         /// The other host, a member.
         peer: Peer,
         /// When to begin, in milliseconds.
@@ -311,7 +322,12 @@ impl Member {
             }
             Input::Introduce(request, target) => self.introduce(now, request, target),
             Input::Signal(to, bytes) => self.signal(to, bytes),
-            Input::OpenRelay(request, peer) => self.open_relay(now, request, peer),
+            Input::SignalDirect(to, bytes) => self.signal_direct(to, bytes),
+            Input::OpenRelay {
+                request,
+                server,
+                peer,
+            } => self.open_relay(now, request, server, peer),
             Input::CloseRelay(server, session) => {
                 self.send(server, ToServer::CloseRelay { session });
             }

@@ -2,7 +2,9 @@
 
 use super::{Action, Failure, Member};
 use crate::Now;
-use crate::protocol::{LeaseAnswer, LeaseRequest, Peer, Refused, SessionId, Target, ToServer};
+use crate::protocol::{
+    Gossip, LeaseAnswer, LeaseRequest, Peer, Refused, SessionId, Target, ToServer,
+};
 use crate::ruleset::StoreId;
 use longhaul_protocol::{Generation, HostId};
 use std::time::Duration;
@@ -15,7 +17,8 @@ const PENDING_MAX: usize = 256;
 #[derive(Debug, Clone)]
 enum Asked {
     Introduction(HostId),
-    Relay(HostId),
+    /// At this server, with this host.
+    Relay(HostId, HostId),
     Lease(LeaseRequest, bool),
 }
 
@@ -53,17 +56,26 @@ impl Member {
         }
     }
 
-    pub(super) fn open_relay(&mut self, now: Now, request: u32, peer: HostId) {
+    pub(super) fn open_relay(&mut self, now: Now, request: u32, server: HostId, peer: HostId) {
         match self.target(now, &Target::Id(peer)) {
-            Some(id) => self.ask(now, request, Asked::Relay(id)),
+            Some(id) => self.ask(now, request, Asked::Relay(server, id)),
             None => self.failed(request, Failure::NoMember),
         }
     }
 
     /// Sends bytes through the first server that is there: `paths` repeats them.
     pub(super) fn signal(&mut self, to: HostId, bytes: Vec<u8>) {
-        if let Some(server) = self.registered_servers().first() {
-            self.send(*server, ToServer::Signal { to, bytes });
+        match self.registered_servers().first() {
+            Some(server) => self.send(*server, ToServer::Signal { to, bytes }),
+            None => self.act(Action::Gossip(to, Gossip::Signal(bytes))),
+        }
+    }
+
+    /// Sends bytes on the own connection with a host, if it is connected.
+    pub(super) fn signal_direct(&mut self, to: HostId, bytes: Vec<u8>) {
+        match self.peers.contains_key(&to) {
+            true => self.act(Action::Gossip(to, Gossip::Signal(bytes))),
+            false => self.signal(to, bytes),
         }
     }
 
@@ -121,7 +133,8 @@ impl Member {
         let can = |server: &&HostId| {
             let right = match pending.asked {
                 Asked::Lease(..) => arbiter.is_some_and(|arbiter| arbiter.server == **server),
-                _ => true,
+                Asked::Relay(relay, _) => relay == **server,
+                Asked::Introduction(_) => true,
             };
             right && !pending.tried.contains(server)
         };
@@ -135,7 +148,7 @@ impl Member {
                 request: id,
                 target: Target::Id(host),
             },
-            Asked::Relay(peer) => ToServer::OpenRelay { request: id, peer },
+            Asked::Relay(_, peer) => ToServer::OpenRelay { request: id, peer },
             Asked::Lease(mut lease, acquire) => {
                 lease.request = id;
                 match acquire {
@@ -224,6 +237,7 @@ impl Member {
         };
         self.act(Action::Introduced {
             request,
+            server,
             peer,
             start_ms,
         });
@@ -241,7 +255,7 @@ impl Member {
         if !self.is_member(now, server, peer) {
             return self.send(server, ToServer::CloseRelay { session });
         }
-        let is_it = |asked: &Asked| matches!(asked, Asked::Relay(host) if *host == peer);
+        let is_it = |asked: &Asked| matches!(asked, Asked::Relay(_, host) if *host == peer);
         let request = match id {
             0 => None,
             id => match self.answered(server, id, is_it) {

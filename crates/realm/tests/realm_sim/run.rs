@@ -412,10 +412,14 @@ impl World {
                 false => Target::Name(format!("host-{other}")),
             };
             let input = match self.rng.one_in(4) {
-                true => member::Input::OpenRelay(request, host_id(other)),
+                true => member::Input::OpenRelay {
+                    request,
+                    server: server_id(self.rng.below(SERVERS as u64) as usize),
+                    peer: host_id(other),
+                },
                 false => member::Input::Introduce(request, target),
             };
-            let relay = matches!(input, member::Input::OpenRelay(..));
+            let relay = matches!(input, member::Input::OpenRelay { .. });
             if relay {
                 self.hosts[host].asked.remove(&request);
             }

@@ -1,12 +1,14 @@
 //! Answers Binding requests, without state but the limits.
 
 use super::limits::Limits;
-use super::{BindingAnswer, BindingError, BindingRequest, UNKNOWN_ATTRIBUTE};
+use super::{BindingAnswer, BindingError, BindingRequest, STUN_BYTES_MAX, UNKNOWN_ATTRIBUTE};
 use crate::quic::{Transmit, UdpSender};
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::task::{Context, Waker};
 use std::time::Instant;
+use tokio::net::UdpSocket;
 
 /// Returns the answer to a datagram from this address; `None` if it is not a well-formed Binding
 /// request. The answer has at most [`STUN_ANSWER_BYTES_MAX`](crate::STUN_ANSWER_BYTES_MAX) bytes.
@@ -25,6 +27,27 @@ pub fn binding_answer(datagram: &[u8], from: SocketAddr) -> Option<Vec<u8>> {
         },
     };
     Some(answer.encode())
+}
+
+/// Answers Binding requests on a socket of its own, under the limits of an agent's. Ends when the
+/// socket fails.
+pub async fn serve_stun(socket: &UdpSocket) -> io::Error {
+    let mut limits = Limits::default();
+    let mut buffer = [0; STUN_BYTES_MAX];
+    loop {
+        let (length, from) = match socket.recv_from(&mut buffer).await {
+            Ok(received) => received,
+            // What an earlier answer caused.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => continue,
+            Err(error) => return error,
+        };
+        if let Some(answer) = binding_answer(&buffer[..length], from)
+            && limits.allow(from.ip(), Instant::now())
+        {
+            // With a full socket buffer the answer is lost; the client asks again.
+            let _ = socket.try_send_to(&answer, from);
+        }
+    }
 }
 
 #[derive(Debug)]

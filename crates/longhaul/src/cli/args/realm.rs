@@ -38,7 +38,7 @@ pub(crate) enum RealmCommand {
     AddServer {
         /// Its fingerprint, as `longhaul rendezvous` shows it
         fingerprint: HostId,
-        /// Where it listens: HOST:PORT for UDP, tcp/HOST:PORT for TCP
+        /// Where it listens: HOST:PORT for UDP, tcp/HOST:PORT for TCP, stun/HOST:PORT for STUN
         #[arg(required = true, value_name = "ADDRESS")]
         addresses: Vec<String>,
     },
@@ -144,6 +144,9 @@ pub(crate) struct ServeArgs {
     /// A TCP address for hosts whose UDP is blocked, such as [::]:443
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) listen_tcp: Option<SocketAddr>,
+    /// Another UDP address, for STUN alone, such as [::]:7402: hosts need two to know their NAT
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) listen_stun: Option<SocketAddr>,
     /// The folder of its identity and store
     #[arg(
         long,

@@ -5,7 +5,8 @@ use super::fetching;
 use super::figure::{self, UNKNOWN};
 use crate::cli::paint::{Line, Tone, head, table};
 use longhaul_api::{
-    Guest, GuestState, Host, Migration, Outcome, ProbeResult, Qemu, Scope, Side, TrustedHost,
+    Guest, GuestState, Host, Migration, Outcome, ProbeResult, Qemu, RealmMember, Scope, Side,
+    TrustedHost, WayKind,
 };
 use longhaul_protocol::units::show_bytes;
 
@@ -95,6 +96,67 @@ pub(crate) fn hosts(hosts: &[TrustedHost]) -> Vec<Line> {
             Line::text(host.addresses.join(" ")),
             Line::text(may(&host.may)),
             Line::text(host.fingerprint.clone()),
+        ]);
+    }
+    table(rows)
+}
+
+/// Formats the hosts that this one knows: members of its realm, and those trusted by hand.
+pub(crate) fn known_hosts(
+    own: &str,
+    members: &[RealmMember],
+    trusted: &[TrustedHost],
+) -> Vec<Line> {
+    let by_hand = trusted.iter().filter(|host| {
+        let mut members = members.iter();
+        members.all(|member| member.fingerprint != host.fingerprint)
+    });
+    let by_hand: Vec<&TrustedHost> = by_hand.collect();
+    let others = members.iter().any(|member| member.fingerprint != own);
+    if !others && by_hand.is_empty() {
+        return vec![
+            Line::text("No other host is known here. Join a realm, or trust one by hand:"),
+            Line::default().tone(Tone::Strong, "  longhaul host join TOKEN"),
+            Line::default().tone(
+                Tone::Strong,
+                "  longhaul host trust NAME FINGERPRINT ADDRESS",
+            ),
+        ];
+    }
+    let mut rows = vec![head(&["host", "site", "path", "round trip", ""])];
+    for member in members {
+        if member.fingerprint == own {
+            rows.push(vec![
+                Line::text(member.name.clone()),
+                Line::text(member.site.clone()),
+                Line::text("this host"),
+            ]);
+            continue;
+        }
+        let way = member.way.as_ref();
+        let kind = match way.and_then(|way| way.kind) {
+            Some(WayKind::Direct) => "direct",
+            Some(WayKind::Relayed) => "relayed",
+            None => "none",
+        };
+        let round_trip = way.and_then(|way| way.round_trip_us);
+        rows.push(vec![
+            Line::text(member.name.clone()),
+            Line::text(member.site.clone()),
+            Line::text(kind),
+            Line::text(round_trip.map_or(UNKNOWN.to_owned(), |us| {
+                format!("{:.1} ms", us as f64 / 1e3)
+            })),
+            Line::text(way.map_or("not needed now", |way| &way.text).to_owned()),
+        ]);
+    }
+    for host in by_hand {
+        rows.push(vec![
+            Line::text(host.name.clone()),
+            Line::text(UNKNOWN),
+            Line::text("direct"),
+            Line::text(UNKNOWN),
+            Line::text(format!("trusted by hand, at {}", host.addresses.join(" "))),
         ]);
     }
     table(rows)
@@ -294,12 +356,41 @@ mod tests {
     use super::super::sample;
     use super::*;
     use crate::cli::paint::golden;
+    use longhaul_api::HostWay;
+
+    fn members() -> Vec<RealmMember> {
+        let member = |name: &str, fingerprint: &str, way| RealmMember {
+            name: name.to_owned(),
+            fingerprint: fingerprint.to_owned(),
+            site: name.to_owned(),
+            may: vec![Scope::Send],
+            pending: false,
+            way,
+        };
+        let way = |kind, us: u64, text: &str| {
+            Some(HostWay {
+                kind: Some(kind),
+                round_trip_us: Some(us),
+                text: text.to_owned(),
+            })
+        };
+        let direct = way(WayKind::Direct, 21_400, "direct to 203.0.113.7:7400");
+        let relayed = "relayed by rendezvous.example:7401: UDP is blocked here";
+        vec![
+            member("paris", "1", None),
+            member("oslo", "2", direct),
+            member("porto", "3", way(WayKind::Relayed, 64_000, relayed)),
+            member("turin", "4", None),
+        ]
+    }
 
     #[test]
     fn lists() {
         golden::check_lines("host", &host(&sample::host()), 160);
         golden::check_lines("hosts", &hosts(&sample::trusted_hosts()), 160);
         golden::check_lines("hosts_none", &hosts(&[]), 80);
+        golden::check_lines("known_hosts", &known_hosts("1", &members(), &[]), 120);
+        golden::check_lines("known_hosts_none", &known_hosts("1", &[], &[]), 80);
         golden::check_lines("guests", &guests(&sample::guests()), 120);
         golden::check_lines("guests_none", &guests(&[]), 80);
         let list = sample::migrations();

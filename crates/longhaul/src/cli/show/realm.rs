@@ -63,9 +63,14 @@ pub(crate) fn realm(status: &RealmStatus) -> Vec<Line> {
         );
     }
     for network in &realm.networks {
+        let here = match (&network.bridge, &network.error) {
+            (Some(bridge), _) => format!("; bridge {bridge} here"),
+            (None, Some(error)) => format!("; not here: {error}"),
+            (None, None) => String::new(),
+        };
         line(
             "network",
-            format!("{}: {}", network.name, network.members.join(", ")),
+            format!("{}: {}{here}", network.name, network.members.join(", ")),
         );
     }
     for notice in &realm.notices {
@@ -100,6 +105,7 @@ mod tests {
             site: "paris".to_owned(),
             may: may.to_vec(),
             pending,
+            way: None,
         };
         let server = |registered, way: Option<&str>, error: Option<&str>| RealmServer {
             fingerprint: "2222-2222".to_owned(),
@@ -125,6 +131,8 @@ mod tests {
                 id: "01".repeat(8),
                 members: vec!["oslo-1".to_owned(), "paris-1".to_owned()],
                 mtu: 1500,
+                bridge: Some("lb0000000000001".to_owned()),
+                error: None,
             }],
             servers: vec![
                 server(true, Some("QUIC"), None),
