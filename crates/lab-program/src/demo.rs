@@ -1,5 +1,5 @@
-//! Implements `lab demo`: a running guest moves between sites behind NATs and back, while a client at
-//! a third site uses it; then QEMU moves it over a plain link, side by side.
+//! Implements `lab demo`: a running guest moves between sites behind NATs and back, while a client
+//! at a third site uses it; then QEMU moves it over a plain link, side by side.
 
 use longhaul_lab::arena::Workload;
 use longhaul_lab::clients::{Client, Seen, session, steady_download};

@@ -221,26 +221,38 @@ impl Endpoint {
             alpn: ALPN_CONTROL,
             limit: RateLimit::default(),
         };
+        let (link, address) = self.dial_host(&host, &dial).await?;
+        self.inner.greet(link, host, address, &dial).await
+    }
+
+    /// Dials a host on the way to it, if it is a peer, or at its configured addresses.
+    pub(crate) async fn dial_host(
+        &self,
+        host: &TrustedHost,
+        dial: &Dial,
+    ) -> Result<(Link, SocketAddr), ConnectError> {
         let routes = &self.inner.routes;
         if routes.way(host.id).is_none()
             && host.addresses.is_empty()
             && !routes.find_way(host.id, WAY_WITHIN).await
         {
-            return Err(ConnectError::NoWay(host.name));
+            return Err(ConnectError::NoWay(host.name.clone()));
         }
         if routes.way(host.id).is_some() {
             // Its datagrams come from its peer address, whatever its real one is.
             let address = routes.peer_address(host.id);
-            let dialled = self.inner.dial(&dial, address);
+            let dialled = self.inner.dial(dial, address);
+            if host.addresses.is_empty() {
+                return dialled.await.map(|link| (link, address));
+            }
             match tokio::time::timeout(PEER_WITHIN, dialled).await {
-                Ok(Ok(link)) => return self.inner.greet(link, host, address, &dial).await,
+                Ok(Ok(link)) => return Ok((link, address)),
                 Ok(Err(error)) => debug!(host = host.name, %error, "no answer on its way"),
                 Err(_) => debug!(host = host.name, "no answer on its way in time"),
             }
         }
         let candidates = Candidates::configured(&host.addresses);
-        let (link, address) = self.inner.dial_any(&dial, candidates).await?;
-        self.inner.greet(link, host, address, &dial).await
+        self.inner.dial_any(dial, candidates).await
     }
 
     /// Returns the next control connection from a trusted host; `None` after [`Endpoint::close`].

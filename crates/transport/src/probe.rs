@@ -4,7 +4,7 @@ use crate::bulk::{
     BULK_STREAMS_MAX, BulkBinding, BulkOpening, BulkPurpose, BulkReceiver, BulkSender, BulkStats,
     BulkToken,
 };
-use crate::endpoint::{Candidates, Dial, Endpoint};
+use crate::endpoint::{Dial, Endpoint};
 use crate::error::{BulkError, CloseCode, ConnectError, LinkError};
 use crate::rate::RateLimit;
 use crate::stun::Reflexive;
@@ -107,8 +107,7 @@ impl Endpoint {
             alpn: ALPN_BULK,
             limit: RateLimit::new(config.bandwidth_bps),
         };
-        let candidates = Candidates::configured(&host.addresses);
-        let (link, address) = self.inner.dial_any(&dial, candidates).await?;
+        let (link, address) = self.dial_host(&host, &dial).await?;
         let opening = BulkOpening {
             purpose: BulkPurpose::Probe,
             streams: config.streams.clamp(1, BULK_STREAMS_MAX),
@@ -124,9 +123,14 @@ impl Endpoint {
         let sender = crate::bulk::open(&self.inner, &dial, link, &opening).await?;
         let mut reflexive = None;
         let ask = async {
-            match self.reflexive(address).await {
-                Ok(answer) => reflexive = Some(answer),
-                Err(error) => debug!(host = dial.name, %error, "its view of this host is unknown"),
+            // A peer is asked by what finds ways to it.
+            if self.routes().peer_of(address).is_none() {
+                match self.reflexive(address).await {
+                    Ok(answer) => reflexive = Some(answer),
+                    Err(error) => {
+                        debug!(host = dial.name, %error, "its view of this host is unknown")
+                    }
+                }
             }
             std::future::pending::<Infallible>().await
         };
