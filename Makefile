@@ -12,7 +12,7 @@ help: ## list these commands
 	@echo "demo, test and bench need root (network namespaces, TAP devices): sudo make demo"
 
 demo: INSTALL := demo
-demo: install build ## move a running guest between two emulated hosts, and back (6 minutes)
+demo: install build ## move a running guest between two emulated sites behind NATs, and back (2 minutes once built)
 	$(LAB) demo
 
 test: install format checks lanes ## all tests: formatting, lints, checks, units, model, real moves (20 to 40 minutes, by what is built already)

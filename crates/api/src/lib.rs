@@ -44,8 +44,8 @@ pub use openapi::{openapi, openapi_text};
 pub use operation::{Method, Operation};
 pub use plan::{Check, Plan, PlanRequest, Prediction, Verdict};
 pub use realm::{
-    HostWay, JoinRealm, Realm, RealmMember, RealmNetwork, RealmServer, RealmStanding, RealmStatus,
-    WayKind,
+    HostPath, JoinRealm, PathKind, Realm, RealmMember, RealmNetwork, RealmServer, RealmStanding,
+    RealmStatus,
 };
 pub use report::{
     BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,

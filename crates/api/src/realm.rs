@@ -72,24 +72,24 @@ pub struct RealmMember {
     /// Whether it is a member by a token, and in no ruleset yet.
     pub pending: bool,
     /// How it is reached; null while nothing is to be sent to it.
-    pub way: Option<HostWay>,
+    pub path: Option<HostPath>,
 }
 
 /// How a host is reached.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct HostWay {
-    /// Kind of the way that datagrams take; null if there is none.
-    pub kind: Option<WayKind>,
+pub struct HostPath {
+    /// Kind of the path that datagrams take; null if there is none.
+    pub kind: Option<PathKind>,
     /// Round trip on it, in microseconds; null if it was not measured yet.
     pub round_trip_us: Option<u64>,
-    /// How the host is reached, and what prevents a better way.
+    /// How the host is reached, and what prevents a better path.
     pub text: String,
 }
 
-/// A kind of way to a host.
+/// A kind of path to a host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum WayKind {
+pub enum PathKind {
     /// Datagrams go to the host itself.
     Direct,
     /// Datagrams go through a rendezvous server.

@@ -279,6 +279,7 @@ fn service_report([there, back]: &[Service; 2]) -> String {
     text += &line("download before", &|it| rate(it.before_bytes_per_s));
     text += &line("download after", &|it| rate(it.after_bytes_per_s));
     text += &line("lyon and paris were connected", &|it| it.way.clone());
+    text += "\nthe client's traffic takes the same uplink, and is part of Longhaul's data\n";
     text
 }
 

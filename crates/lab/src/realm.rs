@@ -261,7 +261,7 @@ pub fn way(agent: &Agent, to: &str) -> Result<(Option<String>, String), LabError
         .into_iter()
         .flatten()
         .find(|member| member["name"] == to);
-    let way = member.map_or(&Value::Null, |member| &member["way"]);
+    let way = member.map_or(&Value::Null, |member| &member["path"]);
     let word = |key: &str| way[key].as_str().map(str::to_owned);
     Ok((word("kind"), word("text").unwrap_or_default()))
 }

@@ -89,10 +89,11 @@ pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
         _ = interrupt.recv() => "SIGINT",
     };
     tracing::info!("{why}: stopping; guests go on running");
-    realms.stop().await;
     if timeout(SHUT_DOWN_WAIT, manager.shut_down()).await.is_err() {
         tracing::warn!("migrations did not end in time; the journal holds where they are");
     }
+    // Migrations go over its ways.
+    realms.stop().await;
     stop.send_replace(true);
     if let Some(held) = held {
         held.stop();

@@ -1,8 +1,8 @@
 //! Owns this host's realm in the agent: joins, shows, leaves, and starts it with the agent.
 
 use longhaul_api::{
-    ApiError, ErrorCode, HostWay, JoinRealm, Realm, RealmMember, RealmNetwork, RealmServer,
-    RealmStanding, RealmStatus, Scope, WayKind,
+    ApiError, ErrorCode, HostPath, JoinRealm, PathKind, Realm, RealmMember, RealmNetwork,
+    RealmServer, RealmStanding, RealmStatus, Scope,
 };
 use longhaul_hypervisor::config::RealmNetworks;
 use longhaul_migration::host::config::Config;
@@ -284,11 +284,11 @@ fn shown(own: HostId, networks: &Networks) -> Realm {
                 .filter_map(|(may, scope)| may.then_some(scope))
                 .collect(),
                 pending: member.pending,
-                way: ways
+                path: ways
                     .peers
                     .iter()
                     .find(|peer| peer.peer == member.id)
-                    .map(way),
+                    .map(path),
             })
             .collect(),
         notices: status.notices.clone(),
@@ -296,11 +296,11 @@ fn shown(own: HostId, networks: &Networks) -> Realm {
 }
 
 /// Returns how a host is reached.
-fn way(peer: &PeerStatus) -> HostWay {
-    HostWay {
+fn path(peer: &PeerStatus) -> HostPath {
+    HostPath {
         kind: peer.way.map(|way| match way {
-            Way::Direct { .. } => WayKind::Direct,
-            Way::Relayed { .. } => WayKind::Relayed,
+            Way::Direct { .. } => PathKind::Direct,
+            Way::Relayed { .. } => PathKind::Relayed,
         }),
         round_trip_us: peer
             .round_trip

@@ -141,3 +141,23 @@ async fn run(driver: mpsc::Sender<Incoming>, host: HostId, channel: Channel) {
     // Fails only when the driver has stopped.
     let _ = driver.send(Incoming::PeerGone(host, number)).await;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_message_names_the_suite() {
+        for suite in [Suite::Aes256Gcm, Suite::ChaCha20Poly1305] {
+            assert_eq!(suite_of(&first_message(suite)), Some(Ok(suite)));
+        }
+        for unknown in [
+            &b"\xffgossip/1"[..],
+            b"\xffgossip/1\x03",
+            b"\xffgossip/1\x01\x01",
+        ] {
+            assert_eq!(suite_of(unknown), Some(Err(GossipError::Suite)));
+        }
+        assert_eq!(suite_of(b"\x05anything else"), None);
+    }
+}

@@ -259,7 +259,8 @@ impl Driver {
             Standing::Member(_) | Standing::Expired(_) => &status.networks[..],
             Standing::Stranger(_) => &[],
         };
-        if self.ports.follow(networks).await {
+        // Before the first ruleset nothing is known.
+        if status.version > 0 && self.ports.follow(networks).await {
             self.share().await;
         }
     }

@@ -1,7 +1,7 @@
 //! Opens the networks that the ruleset gives this host, and closes the others.
 
 use crate::plane::{LocalPort, NetworkConfig, Plane};
-use crate::tap::{VlanFilter, names};
+use crate::tap::{VlanFilter, leftovers, names};
 use longhaul_overlay::NetworkId;
 use longhaul_overlay::switch::Vlans;
 use longhaul_protocol::HostId;
@@ -42,6 +42,8 @@ pub(super) struct Ports {
     wanted: BTreeMap<[u8; 8], NetworkEntry>,
     open: BTreeMap<[u8; 8], NetworkEntry>,
     failed: BTreeMap<[u8; 8], (String, Instant)>,
+    /// Whether what an earlier agent left was removed.
+    swept: bool,
 }
 
 /// Returns the id on the frame plane.
@@ -76,17 +78,41 @@ impl Ports {
             wanted: BTreeMap::new(),
             open: BTreeMap::new(),
             failed: BTreeMap::new(),
+            swept: false,
         }
     }
 
-    /// Follows the networks of a ruleset. Returns whether anything has changed here.
+    /// Follows the networks of the ruleset in force. Returns whether anything has changed here.
     pub(super) async fn follow(&mut self, networks: &[NetworkEntry]) -> bool {
         let own = networks
             .iter()
             .filter(|entry| entry.members.contains(&self.own));
         self.wanted = own.map(|entry| (entry.id.0, entry.clone())).collect();
         self.failed.retain(|id, _| self.wanted.contains_key(id));
+        if !self.swept {
+            self.swept = true;
+            self.sweep().await;
+        }
         self.settle().await
+    }
+
+    /// Removes the bridges that an earlier agent left, of networks that are none of this host's any
+    /// more, and that no guest uses.
+    async fn sweep(&self) {
+        let wanted: Vec<NetworkId> = self.wanted.keys().map(|id| plane_id(*id)).collect();
+        let swept = spawn_blocking(move || {
+            for left in leftovers()? {
+                if !wanted.contains(&left.network) && left.remove()? {
+                    tracing::info!(bridge = left.bridge, "removed what an earlier agent left");
+                }
+            }
+            Ok::<_, std::io::Error>(())
+        });
+        match swept.await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(%error, "bridges of an earlier agent stay"),
+            Err(error) => tracing::error!(%error, "bridges of an earlier agent stay"),
+        }
     }
 
     /// Tries again what has failed.

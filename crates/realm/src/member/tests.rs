@@ -137,6 +137,63 @@ fn requests_wait_for_a_server_and_say_so_in_the_end() {
 }
 
 #[test]
+fn a_relay_session_is_asked_for_at_the_server_that_was_named() {
+    let mut member = member();
+    registered(200, &mut member);
+    actions(&mut member);
+    let ask = Input::OpenRelay {
+        request: 4,
+        server: id(201),
+        peer: id(2),
+    };
+    member.handle(at(1), ask);
+    assert!(
+        actions(&mut member).is_empty(),
+        "the other server is no help"
+    );
+    registered(201, &mut member);
+    let asked = |action: &Action| match action {
+        Action::Send(server, ToServer::OpenRelay { peer, .. }) => Some((*server, *peer)),
+        _ => None,
+    };
+    let sent = actions(&mut member);
+    assert_eq!(sent.iter().find_map(asked), Some((id(201), id(2))));
+}
+
+#[test]
+fn signals_take_whatever_connection_there_is() {
+    let gossip = Action::Gossip(id(2), Gossip::Signal(vec![7]));
+    let sent = |member: &mut Member| -> Vec<Action> {
+        let signals = |action: &Action| {
+            matches!(action, Action::Send(_, ToServer::Signal { .. }))
+                || matches!(action, Action::Gossip(_, Gossip::Signal(_)))
+        };
+        actions(member).into_iter().filter(signals).collect()
+    };
+    let mut member = member();
+    // Nothing is connected: the driver drops it, and the paths repeat it.
+    member.handle(at(0), Input::Signal(id(2), vec![7]));
+    assert_eq!(sent(&mut member), std::slice::from_ref(&gossip));
+    registered(200, &mut member);
+    let by_server = Action::Send(
+        id(200),
+        ToServer::Signal {
+            to: id(2),
+            bytes: vec![7],
+        },
+    );
+    for input in [Input::Signal, Input::SignalDirect] {
+        member.handle(at(0), input(id(2), vec![7]));
+        assert_eq!(sent(&mut member), std::slice::from_ref(&by_server));
+    }
+    member.handle(at(0), Input::PeerConnected(id(2)));
+    member.handle(at(0), Input::SignalDirect(id(2), vec![7]));
+    assert_eq!(sent(&mut member), [gossip]);
+    member.handle(at(1), Input::Gossip(id(2), Gossip::Signal(vec![9])));
+    assert!(actions(&mut member).contains(&Action::Signal(id(2), vec![9])));
+}
+
+#[test]
 fn a_server_names_no_member() {
     let mut member = member();
     registered(200, &mut member);

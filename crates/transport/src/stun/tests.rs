@@ -127,3 +127,24 @@ fn errors_and_the_attributes_that_they_name() {
     );
     assert_eq!(BindingAnswer::decode(&bytes), Ok(answer));
 }
+
+#[tokio::test]
+async fn a_socket_of_its_own_answers_requests_and_nothing_else() {
+    let server = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    let address = server.local_addr().unwrap();
+    tokio::spawn(async move { serve_stun(&server).await });
+    let client = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    client.send_to(b"no request", address).await.unwrap();
+    let request = BindingRequest {
+        transaction: TRANSACTION,
+        fingerprint: true,
+        unknown: Vec::new(),
+    };
+    client.send_to(&request.encode(), address).await.unwrap();
+    let mut buffer = [0; 100];
+    let (length, from) = client.recv_from(&mut buffer).await.unwrap();
+    assert_eq!(from, address);
+    let answer = BindingAnswer::decode(&buffer[..length]).unwrap();
+    assert_eq!(answer.transaction, TRANSACTION);
+    assert_eq!(answer.result, Ok(client.local_addr().unwrap()));
+}

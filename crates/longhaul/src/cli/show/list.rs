@@ -5,8 +5,8 @@ use super::fetching;
 use super::figure::{self, UNKNOWN};
 use crate::cli::paint::{Line, Tone, head, table};
 use longhaul_api::{
-    Guest, GuestState, Host, Migration, Outcome, ProbeResult, Qemu, RealmMember, Scope, Side,
-    TrustedHost, WayKind,
+    Guest, GuestState, Host, Migration, Outcome, PathKind, ProbeResult, Qemu, RealmMember, Scope,
+    Side, TrustedHost,
 };
 use longhaul_protocol::units::show_bytes;
 
@@ -133,13 +133,13 @@ pub(crate) fn known_hosts(
             ]);
             continue;
         }
-        let way = member.way.as_ref();
-        let kind = match way.and_then(|way| way.kind) {
-            Some(WayKind::Direct) => "direct",
-            Some(WayKind::Relayed) => "relayed",
+        let path = member.path.as_ref();
+        let kind = match path.and_then(|path| path.kind) {
+            Some(PathKind::Direct) => "direct",
+            Some(PathKind::Relayed) => "relayed",
             None => "none",
         };
-        let round_trip = way.and_then(|way| way.round_trip_us);
+        let round_trip = path.and_then(|path| path.round_trip_us);
         rows.push(vec![
             Line::text(member.name.clone()),
             Line::text(member.site.clone()),
@@ -147,7 +147,7 @@ pub(crate) fn known_hosts(
             Line::text(round_trip.map_or(UNKNOWN.to_owned(), |us| {
                 format!("{:.1} ms", us as f64 / 1e3)
             })),
-            Line::text(way.map_or("not needed now", |way| &way.text).to_owned()),
+            Line::text(path.map_or("not needed now", |path| &path.text).to_owned()),
         ]);
     }
     for host in by_hand {
@@ -356,30 +356,30 @@ mod tests {
     use super::super::sample;
     use super::*;
     use crate::cli::paint::golden;
-    use longhaul_api::HostWay;
+    use longhaul_api::HostPath;
 
     fn members() -> Vec<RealmMember> {
-        let member = |name: &str, fingerprint: &str, way| RealmMember {
+        let member = |name: &str, fingerprint: &str, path| RealmMember {
             name: name.to_owned(),
             fingerprint: fingerprint.to_owned(),
             site: name.to_owned(),
             may: vec![Scope::Send],
             pending: false,
-            way,
+            path,
         };
-        let way = |kind, us: u64, text: &str| {
-            Some(HostWay {
+        let path = |kind, us: u64, text: &str| {
+            Some(HostPath {
                 kind: Some(kind),
                 round_trip_us: Some(us),
                 text: text.to_owned(),
             })
         };
-        let direct = way(WayKind::Direct, 21_400, "direct to 203.0.113.7:7400");
+        let direct = path(PathKind::Direct, 21_400, "direct to 203.0.113.7:7400");
         let relayed = "relayed by rendezvous.example:7401: UDP is blocked here";
         vec![
             member("paris", "1", None),
             member("oslo", "2", direct),
-            member("porto", "3", way(WayKind::Relayed, 64_000, relayed)),
+            member("porto", "3", path(PathKind::Relayed, 64_000, relayed)),
             member("turin", "4", None),
         ]
     }

@@ -105,7 +105,7 @@ mod tests {
             site: "paris".to_owned(),
             may: may.to_vec(),
             pending,
-            way: None,
+            path: None,
         };
         let server = |registered, way: Option<&str>, error: Option<&str>| RealmServer {
             fingerprint: "2222-2222".to_owned(),
