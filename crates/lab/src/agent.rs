@@ -285,9 +285,14 @@ fn configuration(host: &Host, api: &Path, more: &toml::Table) -> Result<String, 
     let mut table = more.clone();
     table.insert("name".to_owned(), host.name().into());
     table.insert("state".to_owned(), text(&host.folder().join("state")));
+    let address = match host.addresses().iter().any(|address| address.contains(':')) {
+        // Both families.
+        true => "[::]",
+        false => host.address(),
+    };
     table.insert(
         "listen".to_owned(),
-        format!("{}:{AGENT_PORT}", host.address()).into(),
+        format!("{address}:{AGENT_PORT}").into(),
     );
     let mut api_table = toml::Table::new();
     api_table.insert("socket".to_owned(), text(api));

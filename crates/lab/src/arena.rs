@@ -13,6 +13,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const CONNECT_EVERY: Duration = Duration::from_millis(2);
+/// How long none of a guest's sockets may be connected.
+const CONNECTED_WITHIN: Duration = Duration::from_secs(30);
 /// How long the reader blocks on a silent socket before it checks whether to end.
 const READ_SLICE: Duration = Duration::from_millis(100);
 /// How long a wait blocks before it checks for an interrupt.
@@ -275,7 +277,14 @@ impl Arena {
             .to_owned();
         command["id"] = json!(id);
         {
-            let state = self.shared.state();
+            // After a move its socket on the other host may be a moment away.
+            let is_connected = |state: &State| {
+                let current = state.current.as_ref();
+                current.is_some_and(|path| state.sockets.contains_key(path))
+            };
+            let within = limit.min(CONNECTED_WITHIN);
+            let state = self.shared.wait_patiently(within, is_connected)?;
+            let state = state.ok_or(ArenaError::NotConnected)?;
             let path = state.current.as_ref().ok_or(ArenaError::NotConnected)?;
             let mut socket = state.sockets.get(path).ok_or(ArenaError::NotConnected)?;
             socket.write_all(format!("{command}\n").as_bytes())?;
@@ -507,7 +516,7 @@ mod tests {
     #[test]
     fn silence_is_an_error_that_names_what_was_asked() {
         let mut arena = Arena::new();
-        let error = arena.verify(LIMIT).unwrap_err();
+        let error = arena.verify(Duration::from_millis(1)).unwrap_err();
         assert!(matches!(error, ArenaError::NotConnected), "{error}");
         let error = arena
             .wait_for_beat(Duration::from_millis(1))

@@ -97,12 +97,12 @@ fn spawn(host: &Host, realm: &str, log: &PathBuf) -> Result<Child, LabError> {
         .open(log)
         .during(|| format!("open {}", log.display()))?;
     let mut command = Command::new(own_binary("longhaul")?);
-    let address = host.address();
+    // All addresses of the host, of both families.
     command
         .args(["rendezvous", "--realm", realm])
-        .args(["--listen", &format!("{address}:{UDP_PORT}")])
-        .args(["--listen-tcp", &format!("{address}:{TCP_PORT}")])
-        .args(["--listen-stun", &format!("{address}:{STUN_PORT}")])
+        .args(["--listen", &format!("[::]:{UDP_PORT}")])
+        .args(["--listen-tcp", &format!("[::]:{TCP_PORT}")])
+        .args(["--listen-stun", &format!("[::]:{STUN_PORT}")])
         .arg("--state")
         .arg(host.folder().join("rendezvous"))
         .stdin(Stdio::null())
@@ -127,12 +127,26 @@ impl Realm {
         realm.id = text(&made, "id")?;
         for index in 0..internet.servers().len() {
             let server = Rendezvous::start(lab, index, &realm.id)?;
-            let address = internet.server(index)?.address();
-            let udp = format!("{address}:{UDP_PORT}");
-            let tcp = format!("tcp/{address}:{TCP_PORT}");
-            let stun = format!("stun/{address}:{STUN_PORT}");
+            // One of each family.
+            let all = internet.server(index)?.addresses();
+            let of = |v6: bool| all.iter().find(|address| address.contains(':') == v6);
+            let addresses: Vec<&String> = [of(false), of(true)].into_iter().flatten().collect();
+            let at = |prefix: &str, port: u16| -> Vec<String> {
+                let written = addresses.iter().map(|address| match address.contains(':') {
+                    true => format!("{prefix}[{address}]:{port}"),
+                    false => format!("{prefix}{address}:{port}"),
+                });
+                written.collect()
+            };
+            let all = [
+                at("", UDP_PORT),
+                at("tcp/", TCP_PORT),
+                at("stun/", STUN_PORT),
+            ];
+            let all = all.concat();
             let fingerprint = server.fingerprint();
-            let add = ["realm", "add-server", &fingerprint, &udp, &tcp, &stun];
+            let mut add = vec!["realm", "add-server", &fingerprint];
+            add.extend(all.iter().map(String::as_str));
             realm.operate(lab, &add)?;
             realm.servers.push(server);
         }

@@ -215,6 +215,21 @@ fn hosts_reach_each_other_through_whatever_their_nats_let_through() {
     }
 }
 
+#[test]
+fn hosts_behind_one_nat_and_hosts_with_two_families_reach_each_other() {
+    let sites = ["2*port-restricted", "port-restricted+ipv6"];
+    let Some(world) = World::create("one NAT, two families", &sites, 1) else {
+        return;
+    };
+    world
+        .realm
+        .create_network(&world.lab, "blue", &world.agents())
+        .unwrap();
+    for (from, to) in [(0, 1), (0, 2), (2, 1)] {
+        world.reaches(from, to, "direct");
+    }
+}
+
 /// Makes a station: an interface with an address, whose other end is a port of a bridge.
 fn station(world: &World, host: usize, network: &str, address: &str) {
     let bridge = world.realm.bridge(world.agent(host), network).unwrap();

@@ -6,10 +6,10 @@ use crate::cli::error::CliError;
 use crate::cli::output::Output;
 use crate::cli::paint::{Line, Tone};
 use crate::cli::self_test;
-use longhaul_api::{Client, Host, Probe};
+use longhaul_api::{Client, Host, Probe, Realm, RealmStanding};
 use longhaul_hypervisor::Accelerator;
 use longhaul_hypervisor::capabilities::Prober;
-use longhaul_hypervisor::config::{HostConfig, RunsAsRoot};
+use longhaul_hypervisor::config::{HostConfig, Network, RunsAsRoot};
 use longhaul_hypervisor::tested;
 use longhaul_migration::host::config::Config;
 use longhaul_migration::host::limited_hosts;
@@ -135,7 +135,17 @@ pub(super) async fn doctor(
     }
     findings.push(clock());
     if host.is_some() {
-        hosts(&client, config.as_ref(), &mut findings).await;
+        let realm = match client.realm().await {
+            Ok(status) => status.realm,
+            Err(error) => {
+                let hint = "correct STATE/realm, or leave the realm: longhaul host leave";
+                findings.push(Finding::not("realm", State::Bad, error.to_string(), hint));
+                None
+            }
+        };
+        findings.extend(realm.iter().flat_map(in_realm));
+        findings.extend(bridges(config.as_ref(), realm.as_ref()));
+        hosts(&client, (config.as_ref(), realm.is_some()), &mut findings).await;
     }
     let bad = findings.iter().any(|finding| finding.state == State::Bad);
     if output.json {
@@ -393,7 +403,73 @@ fn clock() -> Finding {
     }
 }
 
-async fn hosts(client: &Client, config: Option<&Config>, findings: &mut Vec<Finding>) {
+/// Returns what this host's realm lacks here.
+fn in_realm(realm: &Realm) -> Vec<Finding> {
+    let what = "realm";
+    let mut findings = Vec::new();
+    findings.push(match (realm.standing, &realm.reason) {
+        (RealmStanding::Member, _) => Finding::good(what, "this host is a member"),
+        (RealmStanding::Pending, _) => Finding::not(
+            what,
+            State::Warning,
+            "this host is a member until its token's term ends",
+            "the operator lists it: longhaul realm publish",
+        ),
+        (RealmStanding::Expired | RealmStanding::Stranger, reason) => Finding::not(
+            what,
+            State::Bad,
+            reason.as_deref().unwrap_or("this host is no member"),
+            "the operator publishes the ruleset again, or invites this host again",
+        ),
+    });
+    for server in &realm.servers {
+        if !server.registered {
+            let why = server.error.as_deref().unwrap_or("it does not answer yet");
+            let text = format!("rendezvous server {}: {why}", server.addresses.join(" "));
+            let hint = "is it running, and do UDP port 7401 or TCP port 443 get through to it?";
+            findings.push(Finding::not(what, State::Warning, text, hint));
+        }
+    }
+    for network in &realm.networks {
+        if let Some(error) = &network.error {
+            let text = format!("network {} is not open here: {error}", network.name);
+            let hint = "remove what is in its way; the agent tries again every 10 s";
+            findings.push(Finding::not(what, State::Bad, text, hint));
+        }
+    }
+    findings
+}
+
+/// Returns a warning if rules of iptables apply to the frames of bridges that guests use.
+fn bridges(config: Option<&Config>, realm: Option<&Realm>) -> Option<Finding> {
+    let is_bridge = |network: &Network| matches!(network, Network::Bridge(_));
+    let configured = config.is_some_and(|config| {
+        let mut networks = config.hypervisor.networks.values();
+        networks.any(is_bridge)
+    });
+    let of_realm = realm.is_some_and(|realm| {
+        let mut networks = realm.networks.iter();
+        networks.any(|network| network.bridge.is_some())
+    });
+    let filtered = std::fs::read_to_string("/proc/sys/net/bridge/bridge-nf-call-iptables");
+    let filtered = filtered.is_ok_and(|value| value.trim() == "1");
+    ((configured || of_realm) && filtered).then(|| {
+        Finding::not(
+            "bridges",
+            State::Warning,
+            "iptables filters frames between the ports of bridges (Docker turns that on): guests \
+             may not reach anybody",
+            "sysctl net.bridge.bridge-nf-call-iptables=0, or: iptables -I FORWARD -m physdev \
+             --physdev-is-bridged -j ACCEPT",
+        )
+    })
+}
+
+async fn hosts(
+    client: &Client,
+    (config, in_realm): (Option<&Config>, bool),
+    findings: &mut Vec<Finding>,
+) {
     let hosts = match client.hosts().await {
         Ok(list) => list.hosts,
         Err(error) => {
@@ -406,12 +482,13 @@ async fn hosts(client: &Client, config: Option<&Config>, findings: &mut Vec<Find
         let trusted = trusted.map(|host| (host.fingerprint.clone(), host.name.clone()));
         findings.extend(limits(config, &trusted.collect::<Vec<_>>()));
     }
-    if hosts.is_empty() {
+    if hosts.is_empty() && !in_realm {
         findings.push(Finding::not(
             "hosts",
             State::Warning,
             "no other host is trusted",
-            "longhaul host, here and on the other host, shows the line to type",
+            "join a realm (longhaul host join TOKEN), or trust one by hand: longhaul host, here \
+             and on the other host, shows the line to type",
         ));
     }
     for host in hosts {
