@@ -216,18 +216,22 @@ fn hosts_reach_each_other_through_whatever_their_nats_let_through() {
 }
 
 #[test]
-fn hosts_behind_one_nat_and_hosts_with_two_families_reach_each_other() {
-    let sites = ["2*port-restricted", "port-restricted+ipv6"];
-    let Some(world) = World::create("one NAT, two families", &sites, 1) else {
+fn hosts_reach_each_other_behind_one_nat_and_over_ipv6() {
+    let sites = ["2*port-restricted", "ipv6", "port-restricted+ipv6"];
+    let Some(world) = World::create("one NAT, and IPv6", &sites, 1) else {
         return;
     };
     world
         .realm
         .create_network(&world.lab, "blue", &world.agents())
         .unwrap();
-    for (from, to) in [(0, 1), (0, 2), (2, 1)] {
-        world.reaches(from, to, "direct");
-    }
+    // Two behind one NAT, one with IPv6 alone, one with both families.
+    let [first, second, ipv6, both] = [0, 1, 2, 3];
+    world.reaches(first, second, "direct");
+    world.reaches(first, both, "direct");
+    world.reaches(ipv6, both, "direct");
+    // They have no family in common.
+    world.reaches(first, ipv6, "relayed");
 }
 
 /// Makes a station: an interface with an address, whose other end is a port of a bridge.

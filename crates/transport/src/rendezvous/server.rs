@@ -4,7 +4,7 @@
 use super::RendezvousProtocol;
 use super::connect::{over_quic, over_tcp};
 use super::link::RendezvousLink;
-use super::socket::{Relay, RelaySender, RelaySocket};
+use super::socket::{ReachedAt, Relay, RelaySender, RelaySocket};
 use super::tcp;
 use crate::endpoint::{
     EndpointConfig, EndpointError, EndpointInner, HANDSHAKES_MAX, receive_hello, send_hello,
@@ -77,8 +77,10 @@ impl RendezvousServer {
         let acceptor = acceptor.map_err(|error| EndpointError::Setup(error.to_string()))?;
         let inner = EndpointInner::open(endpoint, identity, trust, &alpns, |below| {
             let socket = TokioRuntime.wrap_udp_socket(below.socket)?;
-            sender = Some(RelaySender::new(socket.create_sender(), ipv6));
-            Ok(Box::new(RelaySocket::over(socket, relay, ipv6)))
+            let reached_at = ReachedAt::default();
+            let senders = socket.create_sender();
+            sender = Some(RelaySender::new(senders, reached_at.clone(), ipv6));
+            Ok(Box::new(RelaySocket::over(socket, relay, reached_at, ipv6)))
         })?;
         let Some(sender) = sender else {
             return Err(EndpointError::Setup("no socket was made".to_owned()));

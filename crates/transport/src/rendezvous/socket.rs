@@ -4,6 +4,7 @@ use crate::endpoint::canonical;
 use crate::mux::DatagramKind;
 use crate::quic::{AsyncUdpSocket, RecvMeta, Transmit, UdpSender};
 use crate::stun;
+use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, IoSliceMut};
 use std::net::{IpAddr, SocketAddr};
@@ -15,6 +16,32 @@ use std::task::{Context, Poll, Waker, ready};
 
 /// The first byte of relayed datagrams (`docs/rendezvous.md`, 4.4).
 const RELAYED: u8 = 60;
+
+/// Sources whose addresses here are remembered. Beyond that all are learned again.
+const SOURCES_MAX: usize = 1 << 16;
+
+/// By which of this server's addresses others reach it. What is relayed to them must come from
+/// there: their NATs and firewalls know no other. All clones are one.
+#[derive(Debug, Clone, Default)]
+pub(super) struct ReachedAt(Arc<Mutex<HashMap<SocketAddr, IpAddr>>>);
+
+impl ReachedAt {
+    fn note(&self, from: SocketAddr, to: Option<IpAddr>) {
+        let Some(to) = to else {
+            return;
+        };
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() >= SOURCES_MAX && !known.contains_key(&from) {
+            known.clear();
+        }
+        known.insert(from, to);
+    }
+
+    fn of(&self, to: SocketAddr) -> Option<IpAddr> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.get(&to).copied()
+    }
+}
 
 /// Judges relayed datagrams.
 pub trait Relay: fmt::Debug + Send + Sync + 'static {
@@ -32,14 +59,16 @@ pub trait Relay: fmt::Debug + Send + Sync + 'static {
 #[derive(Debug)]
 pub struct RelaySender {
     sender: Mutex<Pin<Box<dyn UdpSender>>>,
+    reached_at: ReachedAt,
     ipv6: bool,
     lost: AtomicU64,
 }
 
 impl RelaySender {
-    pub(super) fn new(sender: Pin<Box<dyn UdpSender>>, ipv6: bool) -> Self {
+    pub(super) fn new(sender: Pin<Box<dyn UdpSender>>, reached_at: ReachedAt, ipv6: bool) -> Self {
         Self {
             sender: Mutex::new(sender),
+            reached_at,
             ipv6,
             lost: AtomicU64::new(0),
         }
@@ -48,7 +77,8 @@ impl RelaySender {
     /// Sends a datagram, or drops it if the socket is busy.
     pub fn send(&self, to: SocketAddr, datagram: &[u8]) {
         let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
-        if !send(&mut sender, (mapped(to, self.ipv6), None), datagram, None) {
+        let source = self.reached_at.of(to);
+        if !send(&mut sender, (mapped(to, self.ipv6), source), datagram, None) {
             self.lost.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -66,17 +96,24 @@ pub(super) struct RelaySocket {
     sender: Pin<Box<dyn UdpSender>>,
     relay: Arc<dyn Relay>,
     stun: stun::Server,
+    reached_at: ReachedAt,
     ipv6: bool,
     towards: Vec<Option<SocketAddr>>,
 }
 
 impl RelaySocket {
-    pub(super) fn over(socket: Box<dyn AsyncUdpSocket>, relay: Arc<dyn Relay>, ipv6: bool) -> Self {
+    pub(super) fn over(
+        socket: Box<dyn AsyncUdpSocket>,
+        relay: Arc<dyn Relay>,
+        reached_at: ReachedAt,
+        ipv6: bool,
+    ) -> Self {
         Self {
             sender: socket.create_sender(),
             stun: stun::Server::new(socket.create_sender()),
             socket,
             relay,
+            reached_at,
             ipv6,
             towards: Vec::new(),
         }
@@ -84,7 +121,7 @@ impl RelaySocket {
 
     /// Forwards the relayed datagrams of a buffer. Those that follow each other to one place leave
     /// together, as they came (UDP GSO).
-    fn forward(&mut self, received: &[u8], stride: usize, from: SocketAddr, to: Option<IpAddr>) {
+    fn forward(&mut self, received: &[u8], stride: usize, from: SocketAddr) {
         let relayed = |datagram: &&[u8]| datagram.first() == Some(&RELAYED);
         let mut towards = std::mem::take(&mut self.towards);
         towards.clear();
@@ -107,14 +144,14 @@ impl RelaySocket {
                 }
                 (before, next) => {
                     if let Some((place, first, _)) = before {
-                        self.transmit(place, to, &received[first..start], stride);
+                        self.transmit(place, &received[first..start], stride);
                     }
                     next.map(|next| (next, start, 1))
                 }
             };
         }
         if let Some((place, first, _)) = run {
-            self.transmit(place, to, &received[first..], stride);
+            self.transmit(place, &received[first..], stride);
         }
         self.towards = towards;
     }
@@ -146,7 +183,8 @@ impl RelaySocket {
         kept
     }
 
-    fn transmit(&mut self, to: SocketAddr, source: Option<IpAddr>, bytes: &[u8], stride: usize) {
+    fn transmit(&mut self, to: SocketAddr, bytes: &[u8], stride: usize) {
+        let source = self.reached_at.of(to);
         let segment = (bytes.len() > stride).then_some(stride);
         // With a full socket buffer they are lost, as in a router.
         send(
@@ -172,7 +210,7 @@ fn send(
     contents: &[u8],
     segment_size: Option<usize>,
 ) -> bool {
-    // The address that the datagrams came to is this host's own in the same family.
+    // An address of the other family is none to send from.
     let src_ip =
         src_ip.filter(|ip| ip.to_canonical().is_ipv4() == canonical(destination).is_ipv4());
     let transmit = Transmit {
@@ -206,11 +244,12 @@ impl AsyncUdpSocket for RelaySocket {
                 stride => stride,
             };
             let (from, to) = (meta.addr, meta.dst_ip);
+            self.reached_at.note(canonical(from), to);
             if received
                 .chunks(stride)
                 .any(|datagram| datagram[0] == RELAYED)
             {
-                self.forward(received, stride, from, to);
+                self.forward(received, stride, from);
             }
             meta.len = self.keep_quic(received, stride, (from, to));
         }
