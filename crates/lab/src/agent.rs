@@ -52,13 +52,12 @@ impl Agent {
         Self::start_at(host, more, false)
     }
 
-    fn start_at(host: &Host, more: &toml::Table, is_at_site: bool) -> Result<Self, LabError> {
+    fn start_at(host: &Host, more: &toml::Table, own_sysfs: bool) -> Result<Self, LabError> {
         let api = host.socket_folder().join(format!("{}.sock", host.name()));
         let config = host.folder().join("agent.toml");
         let log = host.folder().join("agent.log");
         let text = configuration(host, &api, more)?;
         fs::write(&config, text).during(|| format!("write {}", config.display()))?;
-        let own_sysfs = is_at_site;
         let process = start_process(host, &config, &log, "", own_sysfs)?;
         let mut agent = Self {
             name: host.name().to_owned(),

@@ -176,6 +176,17 @@ fn now(start: Instant) -> Now {
     }
 }
 
+/// Ends all connections with a host, unless it is trusted by hand.
+pub(crate) fn cut(endpoint: &Endpoint, host: HostId, why: &str) {
+    let by_hand = endpoint.trust().list().unwrap_or_else(|error| {
+        tracing::warn!(%error, "the hosts trusted by hand cannot be read");
+        Vec::new()
+    });
+    if by_hand.iter().all(|trusted| trusted.id != host) {
+        endpoint.disconnect(host, CloseCode::NotAllowed, why);
+    }
+}
+
 /// A server that is dialled or connected.
 #[derive(Debug)]
 struct Link {
@@ -342,7 +353,7 @@ impl Driver {
                 }
                 Action::Cut(host, why) => {
                     self.peers.close(host);
-                    self.cut(host, &why.to_string());
+                    cut(&self.endpoint, host, &why.to_string());
                     self.tell(Event::Cut(host, why));
                 }
                 Action::Introduced {
@@ -429,17 +440,6 @@ impl Driver {
         }
     }
 
-    /// Ends all connections with a host, unless it is trusted by hand.
-    fn cut(&self, host: HostId, why: &str) {
-        let by_hand = self.endpoint.trust().list().unwrap_or_else(|error| {
-            tracing::warn!(%error, "the hosts trusted by hand cannot be read");
-            Vec::new()
-        });
-        if by_hand.iter().all(|trusted| trusted.id != host) {
-            self.endpoint.disconnect(host, CloseCode::NotAllowed, why);
-        }
-    }
-
     fn notice(&mut self, notice: Notice) {
         if let Notice::Refused(server, refused) = &notice {
             self.status.refused.0 += 1;
@@ -510,7 +510,7 @@ impl Driver {
         for host in gone {
             let standing = self.member.membership().standing(host, unix_s);
             if let Standing::Stranger(why) = standing {
-                self.cut(host, &why.to_string());
+                cut(&self.endpoint, host, &why.to_string());
             }
         }
     }

@@ -18,6 +18,7 @@ mod status;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use driver::cut;
 pub use driver::{Handle, Options, start};
 pub use file::{FILE_BYTES_MAX, FileError, MEMBER_FILE, Stored};
 pub use gossip::{GOSSIP_CHANNEL, GossipError, suite_of};

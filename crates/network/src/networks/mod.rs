@@ -20,7 +20,7 @@ mod wires;
 pub use driver::{NetworksError, Opened, Options, start};
 pub use ports::{NetworkStatus, OpenNetwork};
 
-use crate::member::{Handle, Status};
+use crate::member::{Handle, Status, cut};
 use crate::plane::{Plane, PlaneError};
 use crate::reach;
 use connections::Connections;
@@ -115,16 +115,8 @@ impl Networks {
     pub async fn leave(&self) {
         let realm = self.realm();
         self.stop().await;
-        let by_hand = self.endpoint.trust().list().unwrap_or_else(|error| {
-            tracing::warn!(%error, "the hosts trusted by hand cannot be read");
-            Vec::new()
-        });
         for member in &realm.members {
-            if by_hand.iter().all(|trusted| trusted.id != member.id) {
-                let reason = "this host has left the realm";
-                self.endpoint
-                    .disconnect(member.id, CloseCode::NotAllowed, reason);
-            }
+            cut(&self.endpoint, member.id, "this host has left the realm");
         }
     }
 }
