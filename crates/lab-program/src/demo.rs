@@ -15,7 +15,7 @@ use longhaul_lab::lab::{Lab, Plan};
 use longhaul_lab::link::spec::LinkSpec;
 use longhaul_lab::process::wait_until;
 use longhaul_lab::product::{Product, Settings, channel_socket};
-use longhaul_lab::realm::{Realm, way};
+use longhaul_lab::realm::{Realm, path_to};
 use longhaul_lab_bench::moves::{Case, Launcher, Load, LonghaulMover, MoveRow, PeerMover, Show};
 use longhaul_lab_bench::peer::PeerSystem;
 use std::io::Write;
@@ -48,7 +48,7 @@ const DISK_OPERATIONS_PER_S: u64 = 25;
 /// The number of operations done at full speed before, so that the disk has content when it moves.
 const DISK_OPERATIONS_BEFORE: u64 = 400;
 
-/// Demonstrates Longhaul on this machine, in less than 6 minutes. Exit status 1 where a move failed
+/// Demonstrates Longhaul on this machine, in two minutes. Exit status 1 where a move failed
 /// or the guest's memory was damaged.
 ///
 /// # Errors
@@ -168,7 +168,8 @@ fn join(lab: &mut Lab, product: &Product) -> Result<Realm, LabError> {
     lab.add_clients_at(CLIENT, &bridge)?;
     // They are relayed until then.
     wait_until(DIRECT_WITHIN, || {
-        let is_direct = |to| matches!(way(agents[0], to), Ok((Some(kind), _)) if kind == "direct");
+        let is_direct =
+            |to| matches!(path_to(agents[0], to), Ok((Some(kind), _)) if kind == "direct");
         is_direct("paris-1") && is_direct("oslo-1")
     });
     tell("$ longhaul hosts                           (on lyon-1)")?;
@@ -227,7 +228,7 @@ impl Using {
         let after_bytes_per_s = rate(&self.download)?;
         let [from, to] = self.hosts;
         let to = longhaul.lab.host(to)?.name();
-        let (kind, _) = way(longhaul.product.agent(from)?, to)?;
+        let (kind, _) = path_to(longhaul.product.agent(from)?, to)?;
         let text = |error: std::io::Error| error.to_string();
         Ok(Service {
             download: self.download.finish().map_err(text),

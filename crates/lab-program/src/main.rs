@@ -35,7 +35,7 @@ enum Action {
     /// Check what is installed, what is missing and how to install it; exit 1 if the demo cannot
     /// run
     Doctor,
-    /// Move a running guest to another host and back, beside QEMU's own pre-copy (6 minutes)
+    /// Move a running guest between sites behind NATs and back, beside QEMU's pre-copy (2 minutes)
     Demo,
     /// Create an interactive laboratory, and print how to reach its parts
     Up(UpArguments),

@@ -264,20 +264,22 @@ impl Realm {
     }
 }
 
-/// Returns how a host reaches another: `direct`, `relayed`, or nothing yet; and why not better.
+/// Returns how a host reaches another: `direct`, `relayed`, or nothing before the other one has
+/// answered a sealed probe; and why not better.
 ///
 /// # Errors
 /// When its agent does not answer.
-pub fn way(agent: &Agent, to: &str) -> Result<(Option<String>, String), LabError> {
+pub fn path_to(agent: &Agent, to: &str) -> Result<(Option<String>, String), LabError> {
     let said = shown(agent, &["hosts"])?;
     let members = said["members"].as_array();
     let member = members
         .into_iter()
         .flatten()
         .find(|member| member["name"] == to);
-    let way = member.map_or(&Value::Null, |member| &member["path"]);
-    let word = |key: &str| way[key].as_str().map(str::to_owned);
-    Ok((word("kind"), word("text").unwrap_or_default()))
+    let path = member.map_or(&Value::Null, |member| &member["path"]);
+    let word = |key: &str| path[key].as_str().map(str::to_owned);
+    let kind = word("kind").filter(|_| path["round_trip_us"].is_u64());
+    Ok((kind, word("text").unwrap_or_default()))
 }
 
 fn shown(agent: &Agent, words: &[&str]) -> Result<Value, LabError> {

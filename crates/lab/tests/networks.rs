@@ -20,7 +20,7 @@ use longhaul_lab::lab::Lab;
 use longhaul_lab::netns::Namespace;
 use longhaul_lab::process::wait_until;
 use longhaul_lab::product::{Product, Settings, channel_socket};
-use longhaul_lab::realm::{Realm, way};
+use longhaul_lab::realm::{Realm, path_to};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, socket};
 use std::net::UdpSocket;
 use std::os::fd::AsRawFd;
@@ -98,7 +98,7 @@ impl World {
         let to = self.agent(to).name();
         let mut said = String::new();
         let reached = wait_until(LIMIT, || {
-            let (is, text) = way(self.agent(from), to).unwrap();
+            let (is, text) = path_to(self.agent(from), to).unwrap();
             said = text;
             is.as_deref() == Some(kind)
         });
@@ -355,7 +355,7 @@ fn frames_are_sealed_reach_members_alone_and_a_removed_host_gets_none() {
         let came = at_paris.recv(&mut buffer);
         assert!(came.is_err(), "a removed host gets frames");
     }
-    let (kind, _) = way(lyon, paris.name()).unwrap();
+    let (kind, _) = path_to(lyon, paris.name()).unwrap();
     assert_eq!(kind, None);
 }
 
