@@ -138,7 +138,7 @@ pub(super) async fn doctor(
         let realm = match client.realm().await {
             Ok(status) => status.realm,
             Err(error) => {
-                let hint = "correct STATE/realm, or leave the realm: longhaul host leave";
+                let hint = "correct STATE/realm-member, or leave the realm: longhaul host leave";
                 findings.push(Finding::not("realm", State::Bad, error.to_string(), hint));
                 None
             }

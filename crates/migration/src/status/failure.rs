@@ -95,7 +95,7 @@ pub(crate) fn connect(host: &str, error: &ConnectError) -> ApiError {
     };
     let hint = match code {
         ErrorCode::PeerUnreachable if matches!(error, ConnectError::NoWay(_)) => Some(format!(
-            "both hosts need a rendezvous server of their realm: `longhaul realm` here and on \
+            "both hosts need a rendezvous server of their realm: `longhaul host realm` here and on \
              {host} says whether they are registered"
         )),
         ErrorCode::PeerUnreachable => Some(format!(

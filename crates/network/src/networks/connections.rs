@@ -113,9 +113,12 @@ impl Connections {
         }
     }
 
-    /// Forgets a host.
+    /// Forgets a host, and ends the newest connection with it.
     pub(super) fn forget(&self, host: HostId) {
-        self.keyed().remove(&host);
+        let forgotten = self.keyed().remove(&host);
+        if let Some(control) = forgotten.and_then(|keyed| keyed.last) {
+            control.close(CloseCode::Done, "no network is shared any more");
+        }
         self.plane.remove_peer(host);
     }
 
