@@ -4,7 +4,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/sbin:/sbin
 CARGO := cargo
 LAB := target/release/lab
 
-.PHONY: help demo test quick bench crash-matrix chaos fuzz install build format checks clippy tests unit model lanes e2e
+.PHONY: help demo test quick bench crash-matrix chaos fuzz install build format checks clippy programs tests unit model e2e
 
 help: ## list these commands
 	@echo "Longhaul: moves running virtual machines between hosts. Commands:"
@@ -12,14 +12,14 @@ help: ## list these commands
 	@echo "demo, test and bench need root (network namespaces, TAP devices): sudo make demo"
 
 demo: INSTALL := demo
-demo: install build ## move a running guest between two emulated sites behind NATs, and back (2 minutes once built)
-	$(LAB) demo
+demo: export LONGHAUL_LINTS := W
+demo: install programs ## move a running guest between two emulated sites behind NATs, and back (2 minutes once built)
+	target/tests/lab demo
 
-test: install format checks lanes ## all tests: formatting, lints, checks, units, model, real moves (20 to 40 minutes, by what is built already)
+test: install format checks tests ## all tests: formatting, lints, checks, units, model, real moves (20 to 30 minutes, by what is built already)
+	@scripts/end-to-end unit model
 
-quick: format checks ## what to run all day: formatting, lints, checks, unit tests, model, attempts and paths by seed (5 minutes once built)
-	@echo "== building libraries and programs, with lints"
-	$(CARGO) build --profile tests --workspace --locked --bins
+quick: format checks programs ## what to run all day: formatting, lints, checks, unit tests, model, attempts and paths by seed (5 minutes once built)
 	@echo "== unit tests"
 	$(CARGO) test --profile tests --workspace --locked --lib --bins
 	@echo "== model of the handover"
@@ -87,7 +87,12 @@ clippy: ## lints alone, warnings denied
 	$(CARGO) clippy --profile tests --workspace --all-targets --locked -- -D warnings
 
 # Lints are looked for while the tests are compiled: to do that by itself takes half as long again.
-checks quick tests unit e2e: export RUSTC_WORKSPACE_WRAPPER := $(CURDIR)/checks/rustc
+checks demo quick programs test tests unit e2e: export RUSTC_WORKSPACE_WRAPPER := $(CURDIR)/checks/rustc
+
+# `--examples` gives the packages the features that they have for tests, so that none is built twice.
+programs: ## build the programs that the demo and the tests run, and look for lints: target/tests
+	@echo "== building Longhaul and its laboratory, with lints (the first time: some minutes)"
+	$(CARGO) build --profile tests --workspace --locked --bins --examples
 
 tests: ## build all tests and what they run, and look for lints, warnings denied: target/tests
 	@echo "== building the tests, and what they run, with lints (the first time: ten minutes)"
@@ -102,39 +107,5 @@ model: tests ## explore the handover in every order of events (a minute; deeper:
 	@echo "== model of the handover"
 	target/tests/model
 
-# Guests wait for much of their time, so four lanes of tests run at once: these three, and all
-# others. What the first three say is shown when all have ended. Before that, what follows a guest's
-# memory as it is written runs alone. `doubt` waits for time limits and hardly computes. A part of
-# `disks` runs in the last lane.
-ALONE := memory
-LANE_1 := disks
-NOT_IN_LANE_1 := changed::
-LANE_2 := attach crash guests
-LANE_3 := clients doubt history members moves networks one_file phases reach realm trouble
-TESTS := $(wildcard $(addsuffix /tests/*.rs,crates/* crates/lab/* checks model))
-TESTS += $(patsubst %/main.rs,%.rs,$(wildcard $(addsuffix /tests/*/main.rs,crates/*)))
-TESTS := $(filter-out $(ALONE) $(LANE_1) $(LANE_2) $(LANE_3),$(sort $(basename $(notdir $(TESTS)))))
-# What the last lane runs before its tests.
-FIRST :=
-
-lanes: FIRST := unit model
-lanes: e2e
-
 e2e: tests ## integration tests, and moves of real guests between emulated hosts (needs root)
-	@echo "== integration and end-to-end tests, in four lanes"
-	@[ "$$(id -u)" = 0 ] || { echo "The end-to-end tests make network namespaces: sudo make e2e" >&2; exit 1; }
-	@run() { $(CARGO) test --profile tests --workspace --locked --no-fail-fast "$$@" 2>&1; }; \
-	log() { echo target/tests/lane-$$1.log; }; \
-	set -o pipefail; status=0; run $(ALONE:%=--test %) | tee $$(log 0) || status=$$?; \
-	run $(LANE_1:%=--test %) -- $(NOT_IN_LANE_1:%=--skip %) > $$(log 1) & one=$$!; \
-	run $(LANE_2:%=--test %) > $$(log 2) & two=$$!; \
-	RUST_TEST_THREADS=8 run $(LANE_3:%=--test %) > $$(log 3) & three=$$!; \
-	[ -z "$(FIRST)" ] || $(MAKE) --no-print-directory $(FIRST) || status=$$?; \
-	{ run $(LANE_1:%=--test %) -- $(NOT_IN_LANE_1); part=$$?; \
-	    run $(TESTS:%=--test %) && (exit $$part); } | tee $$(log 4) || status=$$?; \
-	wait $$one || status=$$?; echo "== the first lane: $(LANE_1)"; cat $$(log 1); \
-	wait $$two || status=$$?; echo "== the second lane: $(LANE_2)"; cat $$(log 2); \
-	wait $$three || status=$$?; echo "== the third lane: $(LANE_3)"; cat $$(log 3); \
-	[ $$status = 0 ] || { echo "== what failed (in full: target/tests/lane-*.log)"; \
-	    sed -n '/^failures:/,/^test result/p' $$(log '[0-4]') | tail -n 200; }; \
-	exit $$status
+	@scripts/end-to-end
