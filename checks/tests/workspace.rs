@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_checks::dependencies::Graph;
-use longhaul_checks::{documents, modules, policy, purity};
+use longhaul_checks::{documents, modules, policy, purity, refusals};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,7 +23,7 @@ const TEXTS: [&str; 9] = [
     "rs", "toml", "md", "sh", "service", "js", "html", "css", "yml",
 ];
 /// Hand-written files without an extension.
-const NAMED: [&str; 3] = ["Makefile", "run", "install"];
+const NAMED: [&str; 4] = ["Makefile", "run", "install", "end-to-end"];
 
 /// Every text file of the repository, by its path from the root.
 static FILES: LazyLock<BTreeMap<String, String>> = LazyLock::new(|| {
@@ -175,6 +175,43 @@ fn a_migration_reaches_guests_through_their_manager() {
         findings.extend(refused.map(|(word, instead)| format!("{path}: `{word}`: use {instead}")));
     }
     none(findings, "see BEHIND_MANAGERS in checks/src/policy.rs");
+}
+
+/// Files of `crates/migration/src` whose refusals are not of a move: an operator's decisions.
+const NO_MOVES: [&str; 3] = [
+    "left_behind.rs",
+    "status/in_doubt.rs",
+    "host/limited_hosts.rs",
+];
+
+#[test]
+fn every_refusal_of_a_move_is_shown_in_a_plan() {
+    let mut findings = Vec::new();
+    for (path, text) in FILES.iter() {
+        let Some(path) = path.strip_prefix("crates/migration/src/") else {
+            continue;
+        };
+        if !NO_MOVES.contains(&path) {
+            findings.extend(refusals::findings(path, text));
+        }
+    }
+    for file in refusals::files() {
+        if !FILES.contains_key(&format!("crates/migration/src/{file}")) {
+            findings.push(format!("{file} is listed and does not exist"));
+        }
+    }
+    for (file, test) in refusals::tests() {
+        let exists = FILES
+            .get(&format!("crates/{file}"))
+            .is_some_and(|text| text.contains(&format!("fn {test}(")));
+        if !exists {
+            findings.push(format!("{file} has no test {test}"));
+        }
+    }
+    none(
+        findings,
+        "a new refusal belongs into a plan, with a test; then list it in checks/src/refusals.rs",
+    );
 }
 
 #[test]

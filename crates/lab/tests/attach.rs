@@ -171,6 +171,24 @@ impl Script {
     }
 }
 
+/// Asserts that a plan and a move are refused while another file has the name of the variables.
+fn another_file_of_variables_is_refused(stage: &Stage, script: &Script) {
+    let (file, name) = (variables(stage, 0), &script.guest.name);
+    let aside = file.with_extension("aside");
+    fs::rename(&file, &aside).unwrap();
+    fs::write(&file, variables_of("another")).unwrap();
+    let why = "it is not the file that its QEMU uses";
+    let to = stage.lab.host(1).unwrap().name();
+    let mut plan = stage.product.agent(0).unwrap().command().unwrap();
+    let planned = plan.args(["--json", "plan", name, "--to", to]).output();
+    let planned = String::from_utf8(planned.unwrap().stdout).unwrap();
+    assert!(planned.contains(why), "{planned}");
+    let moving = script.guest.migrate(stage, 0, &[]);
+    let refused = moving.finish(LIMIT).unwrap();
+    assert!(refused.why().contains(why), "{}", refused.why());
+    fs::rename(&aside, &file).unwrap();
+}
+
 #[test]
 fn a_script_s_guest_is_moved_and_verified() {
     for (qemus, machine) in [
@@ -191,6 +209,9 @@ fn a_script_s_guest_is_moved_and_verified() {
             .ask(0, &["plan", "foreign", "--to", &host])
             .unwrap();
         assert!(plan.possible, "{:#?}", plan.checks);
+        if qemus[0] == qemus[1] && machine == "pc" {
+            another_file_of_variables_is_refused(&stage, &script);
+        }
         let finished = script
             .guest
             .migrate(&stage, 0, &["--verify"])

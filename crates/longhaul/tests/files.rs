@@ -11,7 +11,8 @@ mod hostile {
 use common::{Agent, free_address};
 use hostile::peer::{Bad, End, Victim, empty_machine, guest, offer};
 use longhaul_protocol::files::{FileClaim, FileContent, FileKind, LockPattern};
-use longhaul_protocol::guest::{Disk, GuestDescription};
+use longhaul_protocol::guest::{Disk, GuestDescription, Kernel};
+use longhaul_protocol::hardware::{Flash, Hardware, Topology};
 use longhaul_protocol::message::{
     Answer, Check, DisksOffer, FilesOffer, FilesQuery, Offer, Query, RefusalCode, ToDestination,
     ToSource, Verdict,
@@ -144,6 +145,54 @@ async fn who_says_nothing_of_a_file_is_not_believed() {
     }
     assert_eq!(victim.uses().journals, 0);
     assert_eq!(victim.uses().guests, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn variables_and_initrds_are_of_both_hosts_or_of_none() {
+    let kernels = "[firmware]\nuefi = \"/dev/null\"\n[kernels.rescue]\nkernel = \"/dev/null\"\n";
+    let local =
+        tables(Path::new("/absent")).replace("[images.seed]", "local = true\n[images.seed]");
+    let victim = Victim::start(&(local + kernels));
+    let bad = Bad::new("bad", &victim).await;
+    let mut guest = guest("web-7");
+    guest.kernel = Some(Kernel {
+        name: "rescue".to_owned(),
+        command_line: String::new(),
+    });
+    let initrd = FileClaim {
+        kind: FileKind::Initrd,
+        ..claim("rescue", "/initrd")
+    };
+    let kernel = FileClaim {
+        kind: FileKind::Kernel,
+        ..claim("rescue", "/kernel")
+    };
+    let checks = answer(&bad, &asked(&guest, vec![kernel, initrd])).await;
+    let refused = |checks: &[Check], why: &str| {
+        let refuses = |check: &Check| check.verdict == Verdict::Refused && check.text.contains(why);
+        assert!(checks.iter().any(refuses), "{why}: {checks:#?}");
+    };
+    refused(&checks, "kernel rescue has an initrd on bad, and none on");
+
+    guest.kernel = None;
+    guest.hardware = Some(Hardware {
+        topology: Topology {
+            sockets: guest.vcpus,
+            dies: 1,
+            cores: 1,
+            threads: 1,
+        },
+        flash: Some(Flash {
+            code: "uefi".to_owned(),
+            variables: Some("data".to_owned()),
+        }),
+        ..Hardware::default()
+    });
+    let checks = answer(&bad, &asked(&guest, vec![claim("data", "/variables")])).await;
+    refused(
+        &checks,
+        "image data, which holds the firmware's variables, moves along from",
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -39,9 +39,9 @@
 //! A guest with files that do not move with it (shared disks, firmware, kernels) is queried by
 //! `QueryFiles` and offered by `OfferFiles`: each file is proved to be the same at both hosts.
 //!
-//! A guest with cards on special ports of bridges (VLANs, MTU, flags) is queried by `QueryPorts`
-//! and offered by `OfferPorts`, with or without such files. `QueryPorts` also asks for a guest
-//! whether there is room for its disks.
+//! A guest with cards on special ports of bridges (VLANs, MTU, flags) is offered by `OfferPorts`,
+//! with or without such files. `QueryPorts` asks for all of that: ports, files, room for disks, and
+//! whether the destination knows a newer copy of the guest.
 //!
 //! `Cancel` and `Aborted` may be sent at any time that the handover permits. After a lost
 //! connection the source opens a new channel with `Resume`, or with `Ask` to learn only the outcome
@@ -395,7 +395,7 @@ pub struct FilesOffer {
     pub files: Vec<FileClaim>,
 }
 
-/// A question about a guest with cards on special ports of bridges.
+/// A question about a guest, with everything that an offer tells.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PortsQuery {
     /// The question.
@@ -404,6 +404,8 @@ pub struct PortsQuery {
     pub ports: Vec<CardPort>,
     /// The disks that move with the guest. The numbers of their regions have no meaning.
     pub disks: Vec<OfferedDisk>,
+    /// The generation of the right to run the guest.
+    pub generation: Generation,
 }
 
 /// A guest that is offered, with cards on special ports of bridges.

@@ -727,6 +727,7 @@ mod tests {
                     asked,
                     ports: ports.clone(),
                     disks: Vec::new(),
+                    generation: Generation(1),
                 })),
                 ToDestination::OfferPorts(Box::new(PortsOffer { offered, ports })),
             ]

@@ -57,6 +57,17 @@ fn does_not(stage: &Stage) -> String {
     finished.why()
 }
 
+/// Asserts that a plan refuses the move with this text, and the same of the move; returns the
+/// reason.
+fn is_refused(stage: &Stage, text: &str) -> String {
+    let plan = stage.plan(0);
+    assert_eq!(plan["possible"], false, "{plan}");
+    assert!(plan.to_string().contains(text), "{text}: {plan}");
+    let why = does_not(stage);
+    assert!(why.contains(text), "{why}");
+    why
+}
+
 /// Asserts that the guest reads the base image's content there, and its own writes.
 fn reads_right(stage: &Stage, host: usize) {
     let reads = |byte: u8, at: u64, bytes: u64| {
@@ -185,19 +196,15 @@ fn a_disk_on_a_base_image_moves_without_it() {
 
     // Paris has nothing of it, and cannot get it.
     let away = Away::take(repository.clone());
-    let why = does_not(&stage);
-    assert!(
-        why.contains("cannot have the base image") && why.contains(&fetch),
-        "{why}"
-    );
+    let why = is_refused(&stage, "cannot have the base image");
+    assert!(why.contains(&fetch), "{why}");
     drop(away);
     let room = Room::make(&stage.state(1).join("bases"), "40m");
-    let why = does_not(&stage);
-    assert!(why.contains("free for base images"), "{why}");
+    is_refused(&stage, "free for base images");
     drop(room);
     fs::remove_dir(stage.state(1).join("bases")).unwrap();
     let away = Away::take(repository.join("images").join(&id));
-    assert!(does_not(&stage).contains("cannot have the base image"));
+    is_refused(&stage, "cannot have the base image");
     drop(away);
     // All of it is damaged but the stripes that the guest has read.
     let hot = [0, 9];
@@ -217,8 +224,7 @@ fn a_disk_on_a_base_image_moves_without_it() {
     // Lyon's own file is damaged, or may be.
     let base = base_of(&stage, 0);
     fs::set_permissions(&base, fs::Permissions::from_mode(0o644)).unwrap();
-    let why = does_not(&stage);
-    assert!(why.contains("does not have as a whole"), "{why}");
+    is_refused(&stage, "does not have as a whole");
     fs::set_permissions(&base, fs::Permissions::from_mode(0o444)).unwrap();
 
     let there = moves(&stage, 0, "precopy");

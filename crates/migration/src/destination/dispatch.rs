@@ -16,7 +16,7 @@ use longhaul_protocol::message::{
     ToSource, Verdict,
 };
 use longhaul_protocol::port;
-use longhaul_protocol::{AttemptId, Epoch};
+use longhaul_protocol::{AttemptId, Epoch, Generation};
 use longhaul_storage::JournalError;
 use longhaul_transport::{Channel, CloseCode, Control, Permission};
 use std::sync::Arc;
@@ -124,21 +124,28 @@ async fn dispatch(
                 call.control.close(CloseCode::NotAllowed, reason);
                 return Ok(());
             }
-            answer_query(&context, call, &query, &[], None).await
+            let asked = Inquiry::of(&query);
+            answer_query(&context, call, asked, None).await
         }
         ToDestination::QueryFiles(asked) => {
             let FilesQuery { query, files } = *asked;
-            answer_files(&context, call, &query, &[], &files).await
+            answer_files(&context, call, Inquiry::of(&query), &files).await
         }
         ToDestination::QueryPorts(asked) => {
             let PortsQuery {
                 asked,
                 ports,
                 disks,
+                generation,
             } = *asked;
             let FilesQuery { mut query, files } = asked;
             port::put(&mut query.guest, ports);
-            answer_files(&context, call, &query, &disks, &files).await
+            let asked = Inquiry {
+                query: &query,
+                disks: &disks,
+                generation: Some(generation),
+            };
+            answer_files(&context, call, asked, &files).await
         }
         ToDestination::Offer(offer) => {
             attempt::receive(context, call, (*offer, Vec::new()), None).await;
@@ -183,12 +190,31 @@ async fn dispatch(
     }
 }
 
-/// Answers about a guest with files that do not move with it, if the peer may ask.
+/// A question about a guest.
+struct Inquiry<'a> {
+    query: &'a Query,
+    /// The disks that move with it, as far as the source tells.
+    disks: &'a [OfferedDisk],
+    /// The generation of the right to run it, if the source tells it.
+    generation: Option<Generation>,
+}
+
+impl<'a> Inquiry<'a> {
+    /// Returns the question of a source that tells neither disks nor generation.
+    fn of(query: &'a Query) -> Self {
+        Self {
+            query,
+            disks: &[],
+            generation: None,
+        }
+    }
+}
+
+/// Answers about a guest with claims about files, if the peer may ask.
 async fn answer_files(
     context: &Arc<Destination>,
     call: Call,
-    query: &Query,
-    disks: &[OfferedDisk],
+    asked: Inquiry<'_>,
     files: &[FileClaim],
 ) -> Result<(), TalkError> {
     // A source that may only send guests asks this before a move.
@@ -198,7 +224,7 @@ async fn answer_files(
         call.control.close(CloseCode::NotAllowed, reason);
         return Ok(());
     }
-    answer_query(context, call, query, disks, Some(files)).await
+    answer_query(context, call, asked, Some(files)).await
 }
 
 /// Sends all checks of a guest. If there are files that locks do not identify, asks for their
@@ -206,11 +232,14 @@ async fn answer_files(
 async fn answer_query(
     context: &Arc<Destination>,
     mut call: Call,
-    query: &Query,
-    disks: &[OfferedDisk],
+    asked: Inquiry<'_>,
     claims: Option<&[FileClaim]>,
 ) -> Result<(), TalkError> {
-    let Query { guest, machine } = query;
+    let Inquiry {
+        query: Query { guest, machine },
+        disks,
+        generation,
+    } = asked;
     let peer = call.control.peer().host.clone();
     let brings = Bringing::by(call.control.peer().version);
     let proof = files::prove(context, &peer, (guest, brings), claims).await;
@@ -223,7 +252,7 @@ async fn answer_query(
     answer.checks.extend(misfits);
     let sends = may_send(&call.control, &answer.host).err();
     let refusals = block_in_place(|| {
-        let mut refusals = peer_quota::outlook(context, &peer, guest);
+        let mut refusals = peer_quota::outlook(context, &peer, guest, generation);
         refusals.extend(base_images::lacking(context, disks));
         refusals
     });

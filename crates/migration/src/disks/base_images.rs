@@ -9,6 +9,7 @@ use crate::disks::images::{self, Place, refused};
 use crate::disks::lazy_base_images;
 use crate::host::base_image_orders::id_of;
 use crate::host::base_images;
+use crate::host::config::Config;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::disk::base::Base as Below;
 use longhaul_hypervisor::disk::{self, Backing};
@@ -185,31 +186,11 @@ impl ComingBases {
                 }
             };
             if bytes != base.bytes {
-                let short = id.short();
-                let text =
-                    format!("{here} knows base image {short} of disk {name} in another size");
-                return Err(images::invalid(text));
+                return Err(other_size(here, name, id));
             }
         }
-        let needed = |(one, _): &(Arc<Bringing>, Arc<Order>)| {
-            // A part of the file may be here from an earlier fetch.
-            let file = std::fs::metadata(bases.path(one.id()));
-            let here = file.map_or(0, |file| file.blocks() * 512);
-            one.content_bytes().saturating_sub(here)
-        };
-        let all = || coming.iter().chain(&behind);
-        let needed = all().map(needed).sum();
-        let first = all().next().map(|(one, _)| bases.path(one.id()));
-        if let Some(free) = first.and_then(|path| images::free_bytes(path.parent()?))
-            && images::is_too_little(free, needed)
-        {
-            let text = format!(
-                "{here} has {} free for base images, and the guest's take {}",
-                show_bytes(free),
-                show_bytes(needed)
-            );
-            return Err(refused(text, "make room in the state folder there"));
-        }
+        let all = coming.iter().chain(&behind);
+        enough_room(config, all.map(|(one, _)| (one.id(), one.content_bytes())))?;
         Ok(Self {
             coming,
             behind,
@@ -314,24 +295,78 @@ impl Drop for ComingBases {
 }
 
 /// Returns the refusals of disks whose base images this host neither has nor finds in its
-/// repository. Reads at most their manifests.
+/// repository, or has no room for. Reads at most their manifests.
 pub(crate) fn lacking(context: &Context, disks: &[OfferedDisk]) -> Vec<Refusal> {
     let config = &context.parts.config;
     let here = &config.name;
     let bases = base_images::of_host(&config.state);
-    let refusal = |disk: &OfferedDisk| {
-        let id = id_of(disk.base.as_ref()?);
-        let error = match bases.whole(id) {
-            Ok(Some(_)) => return None,
-            Ok(None) => open(&config.repository)
-                .and_then(|repository| repository.manifest(id).map_err(|error| error.to_string()))
-                .err()?,
-            Err(error) => error.to_string(),
+    let (mut refusals, mut coming) = (Vec::new(), BTreeMap::new());
+    for disk in disks {
+        let Some(base) = &disk.base else { continue };
+        let id = id_of(base);
+        let found = match bases.whole(id) {
+            Ok(Some(bytes)) => Ok((bytes, 0)),
+            Ok(None) => open(&config.repository).and_then(|repository| {
+                let manifest = repository.manifest(id);
+                let manifest = manifest.map_err(|error| error.to_string())?;
+                Ok((manifest.size_bytes(), manifest.stored_bytes()))
+            }),
+            Err(error) => Err(error.to_string()),
         };
-        tracing::warn!(image = %id, error, "a base image cannot be had");
-        Some(no_base(here, &disk.name, id))
+        match found {
+            Ok((bytes, _)) if bytes != base.bytes => {
+                refusals.push(other_size(here, &disk.name, id));
+            }
+            Ok((_, content)) => drop(coming.insert(id, content)),
+            Err(error) => {
+                tracing::warn!(image = %id, error, "a base image cannot be had");
+                refusals.push(no_base(here, &disk.name, id));
+            }
+        }
+    }
+    let coming = coming.into_iter().filter(|(_, content)| *content > 0);
+    refusals.extend(enough_room(config, coming).err());
+    refusals
+}
+
+/// Checks that the state folder has room for the content of base images that come.
+fn enough_room(
+    config: &Config,
+    coming: impl Iterator<Item = (ImageId, u64)>,
+) -> Result<(), Refusal> {
+    let bases = base_images::of_host(&config.state);
+    let (mut folder, mut needed) = (None, 0);
+    for (id, content) in coming {
+        let path = bases.path(id);
+        // A part of the file may be here from an earlier fetch.
+        let file = std::fs::metadata(&path);
+        let here = file.map_or(0, |file| file.blocks() * 512);
+        needed += content.saturating_sub(here);
+        folder = path.parent().map(Path::to_owned);
+    }
+    let Some(folder) = folder else {
+        return Ok(());
     };
-    disks.iter().filter_map(refusal).collect()
+    // The folder is made for the first image.
+    match images::free_bytes(&folder).or_else(|| images::free_bytes(&config.state)) {
+        Some(free) if images::is_too_little(free, needed) => {
+            let text = format!(
+                "{} has {} free for base images, and the guest's take {}",
+                config.name,
+                show_bytes(free),
+                show_bytes(needed)
+            );
+            Err(refused(text, "make room in the state folder there"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn other_size(here: &str, disk: &str, id: ImageId) -> Refusal {
+    let short = id.short();
+    images::invalid(format!(
+        "{here} knows base image {short} of disk {disk} in another size"
+    ))
 }
 
 fn no_base(here: &str, disk: &str, id: ImageId) -> Refusal {

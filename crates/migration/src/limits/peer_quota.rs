@@ -17,7 +17,7 @@ use longhaul_hypervisor::shared_folders;
 use longhaul_protocol::guest::{GuestDescription, Nic};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
-use longhaul_protocol::{HostId, MigrationId};
+use longhaul_protocol::{Generation, HostId, MigrationId};
 use longhaul_storage::{Holder, file_name};
 use longhaul_transport::TrustedHost;
 use std::path::PathBuf;
@@ -178,6 +178,7 @@ pub(crate) fn outlook(
     context: &Context,
     peer: &TrustedHost,
     guest: &GuestDescription,
+    generation: Option<Generation>,
 ) -> Vec<Refusal> {
     let allowances = &context.allowances;
     let limits = allowances.limits(peer);
@@ -190,6 +191,7 @@ pub(crate) fn outlook(
         refusals.push(excess.attempts(limits));
     }
     refusals.extend(is_elsewhere(context, &guest.name).err());
+    refusals.extend(generation.and_then(|known| refuse_older(context, &guest.name, known).err()));
     let new = Arriving {
         peer: peer.id,
         guest: guest.name.clone(),
@@ -246,9 +248,6 @@ fn sound(context: &Context, offer: &Offer) -> Result<(), Refusal> {
     let here = &context.parts.config.name;
     let invalid = |text: String| refusal(RefusalCode::Invalid, format!("{here}: {text}"), None);
     description::check(&offer.guest).map_err(|error| invalid(error.to_string()))?;
-    if offer.generation.0 > GENERATION_MAX {
-        return Err(invalid("no guest has moved that often".to_owned()));
-    }
     is_elsewhere(context, &offer.guest.name)
 }
 
@@ -279,6 +278,34 @@ fn is_elsewhere(context: &Context, guest: &str) -> Result<(), Refusal> {
             )),
         )),
         Some(Holder::Elsewhere { .. }) | None => Ok(()),
+    }
+}
+
+/// Checks that this host knows no later copy of a guest. A generation counts the moves of a guest.
+pub(crate) fn refuse_older(
+    context: &Context,
+    guest: &str,
+    generation: Generation,
+) -> Result<(), Refusal> {
+    let here = &context.parts.config.name;
+    if generation.0 > GENERATION_MAX {
+        let text = format!("{here}: no guest has moved that often");
+        return Err(refusal(RefusalCode::Invalid, text, None));
+    }
+    let right = context.rights.get(guest).map_err(|error| {
+        let text = format!("{here} cannot tell who may run {guest}: {error}");
+        refusal(RefusalCode::Busy, text, None)
+    })?;
+    match right.filter(|right| right.generation > generation) {
+        None => Ok(()),
+        Some(right) => {
+            let text = format!(
+                "{here} knows {guest} in generation {}, and this is generation {}: an older copy",
+                right.generation.0, generation.0
+            );
+            let hint = format!("end the older copy; on {here}: longhaul guests");
+            Err(refusal(RefusalCode::Invalid, text, Some(hint)))
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use channel::TalkError;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::has_open;
+use longhaul_protocol::Generation;
 use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::files::{FileClaim, FileKind};
 use longhaul_protocol::guest::{Disk, GuestDescription};
@@ -242,36 +243,36 @@ impl Held {
 pub(crate) async fn ask(
     context: &Context,
     control: &Control,
-    query: Query,
+    (query, generation): (Query, Generation),
     disks: &[OfferedDisk],
     held: &mut Held,
     brought: impl Fn(&[String]) -> Result<Vec<OfferedDisk>, ApiError>,
 ) -> Result<Asked, AskError> {
-    let asked = ask_once(context, control, query.clone(), disks, held).await?;
+    let asking = (query.clone(), generation);
+    let asked = ask_once(context, control, asking, disks, held).await?;
     if asked.lacking.is_empty() || control.peer().version < VERSION_OF_PORTS {
         return Ok(asked);
     }
     let brought = block_in_place(|| brought(&asked.lacking)).map_err(AskError::Here)?;
     let all: Vec<OfferedDisk> = disks.iter().cloned().chain(brought).collect();
-    ask_once(context, control, query, &all, held).await
+    ask_once(context, control, (query, generation), &all, held).await
 }
 
 async fn ask_once(
     context: &Context,
     control: &Control,
-    mut query: Query,
+    (mut query, generation): (Query, Generation),
     disks: &[OfferedDisk],
     held: &mut Held,
 ) -> Result<Asked, AskError> {
     let ports = port::take(&mut query.guest);
-    // An older peer is not asked for its room: it refuses the offer.
-    let has_room_query = control.peer().version >= VERSION_OF_PORTS;
-    let disks = if has_room_query { disks } else { &[] };
-    let is_plain = ports.is_empty() && disks.is_empty();
+    // An older peer is not asked for its room, and not told of the generation: it refuses the
+    // offer.
+    let is_old = control.peer().version < VERSION_OF_PORTS;
     let unasked = held
         .unasked(control)
         .or_else(|| unasked_ports(control, &ports));
-    if held.is_empty() && is_plain || unasked.is_some() {
+    if held.is_empty() && is_old || unasked.is_some() {
         let question = ToDestination::Query(Box::new(query));
         return match answer(control, &question, ANSWER_WITHIN).await? {
             ToSource::Answer(answer) => Ok(Asked {
@@ -287,12 +288,13 @@ async fn ask_once(
             query: query.clone(),
             files: held.claims().to_vec(),
         };
-        let question = match is_plain {
+        let question = match is_old {
             true => ToDestination::QueryFiles(Box::new(asked)),
             false => ToDestination::QueryPorts(Box::new(PortsQuery {
                 asked,
                 ports: ports.clone(),
                 disks: disks.to_vec(),
+                generation,
             })),
         };
         let limit = ANSWER_WITHIN + held.reading_time();
@@ -315,7 +317,7 @@ async fn ask_once(
             _ => break,
         }
     }
-    Err(TalkError::Unfit("a question about files is answered by Answer or WantContent").into())
+    Err(TalkError::Unfit("a question is answered by Answer or WantContent").into())
 }
 
 /// Returns a refusal if the peer is too old to be told of the ports of a guest's cards.

@@ -338,6 +338,7 @@ async fn ask_there(
     });
     let guest = candidate.guest.description();
     let brought = |lacking: &[String]| local_disks::brought(context, guest, known, lacking);
+    let query = (query, candidate.generation);
     let asked = files::ask(context, &control, query, disks, &mut held, brought).await;
     control.close(CloseCode::Done, "asked and answered");
     let mut lacking = Vec::new();

@@ -38,6 +38,7 @@ use longhaul_protocol::message::{
     DisksOffer, FilesOffer, Keeps, Offer, PortsOffer, Query, ToDestination, ToSource, Verdict,
 };
 use longhaul_protocol::port;
+use longhaul_protocol::wire::VERSION_OF_PORTS;
 use longhaul_protocol::{Attempt, BLOCK_SIZE, Generation, MigrationId};
 use longhaul_storage::Journal;
 use longhaul_transport::{CloseCode, Control};
@@ -349,11 +350,14 @@ impl Preparing {
         (query, disks, known): (Query, &[OfferedDisk], &Known),
         held: &mut Held,
     ) -> Result<Vec<String>, ApiError> {
+        // An older destination answers such a question only to those that may plan.
+        let is_old = control.peer().version < VERSION_OF_PORTS;
         let has_ports = query.guest.nics.iter().any(|nic| nic.port.is_some());
-        if held.is_empty() && disks.is_empty() && !has_ports {
+        if is_old && held.is_empty() && disks.is_empty() && !has_ports {
             return Ok(Vec::new());
         }
         let host = &self.candidate.host.name;
+        let query = (query, self.candidate.generation);
         let guest = self.candidate.guest.description();
         let brought =
             |lacking: &[String]| local_disks::brought(&self.source, guest, known, lacking);

@@ -179,20 +179,8 @@ async fn admit(
         text: format!("{host}: {}", error.message),
         hint: error.hint,
     })?;
-    let right = context.rights.get(guest).map_err(|error| {
-        let text = format!("{host} cannot tell who may run {guest}: {error}");
-        refuse(RefusalCode::Busy, text)
-    })?;
-    match right.filter(|right| right.generation > offer.generation) {
-        None => Ok((admission, reservation)),
-        Some(right) => {
-            let text = format!(
-                "{host} knows {guest} in generation {}, and this is generation {}: an older copy",
-                right.generation.0, offer.generation.0
-            );
-            Err(refuse(RefusalCode::Invalid, text))
-        }
-    }
+    peer_quota::refuse_older(&context.context, guest, offer.generation)?;
+    Ok((admission, reservation))
 }
 
 /// Returns a refusal if this host could not run the guest.
