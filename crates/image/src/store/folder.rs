@@ -231,9 +231,11 @@ impl Store for FolderStore {
         for folder in folders.map(|folder| self.folder.join(folder)) {
             for name in self.names(&folder)? {
                 if name.starts_with(NEW) {
-                    self.files
-                        .remove(&folder.join(name))
-                        .map_err(self.refused("remove what an import left"))?;
+                    // An import that was overruled may still end, and remove or rename it.
+                    match self.files.remove(&folder.join(name)) {
+                        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                        removed => removed.map_err(self.refused("remove what an import left"))?,
+                    }
                 }
             }
         }
