@@ -16,6 +16,7 @@ pub mod dirty_rate;
 pub mod disk;
 pub mod disk_cache;
 pub mod disk_rate;
+pub mod displays;
 pub mod folder;
 pub mod guest;
 pub mod guest_agent;

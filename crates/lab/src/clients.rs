@@ -195,6 +195,32 @@ pub fn session(told: &Told) -> io::Result<Seen> {
     Ok(seen)
 }
 
+/// Asks one question on each of many connections, one after another, as a client of a web server
+/// does.
+///
+/// # Errors
+/// When an answer is wrong, or none comes for long.
+pub fn requests(told: &Told) -> io::Result<Seen> {
+    let mut seen = Seen::default();
+    let (mut number, mut last) = (0u64, Instant::now());
+    while told.goes_on() {
+        let mut stream = connect(ECHO)?;
+        stream.write_all(&number.to_le_bytes())?;
+        let mut answer = [0; 8];
+        stream.read_exact(&mut answer)?;
+        if answer != number.to_le_bytes() {
+            return Err(io::Error::other(format!("answer {number} is wrong")));
+        }
+        if number > 0 {
+            seen.longest_gap = seen.longest_gap.max(last.elapsed());
+        }
+        last = Instant::now();
+        number += 1;
+        told.answered(answer.len());
+    }
+    Ok(seen)
+}
+
 /// Sends numbers in sequence, in long pieces, and reads them back.
 ///
 /// # Errors

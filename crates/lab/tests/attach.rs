@@ -79,7 +79,7 @@ impl Script {
         // A script by an author without knowledge of Longhaul.
         let script = format!(
             "exec {qemu} -name guest={name},debug-threads=on -M {machine} -accel {accelerator} \
-             -m 128 -smp 2 -display none -daemonize -pidfile pid -monitor none \
+             -m 128 -smp 2 -display none -vnc unix:vnc.sock -daemonize -pidfile pid -monitor none \
              -kernel {kernel}/vmlinuz -initrd {host}/tiny.initramfs \
              -append 'console=ttyS0 quiet panic=-1' \
              -drive file={disk},if=virtio,format=raw -net none \
@@ -209,6 +209,13 @@ fn a_script_s_guest_is_moved_and_verified() {
             .ask(0, &["plan", "foreign", "--to", &host])
             .unwrap();
         assert!(plan.possible, "{:#?}", plan.checks);
+        let display = "the guest's display (VNC at vnc.sock) stays behind";
+        let mut checks = plan.checks.iter();
+        assert!(
+            checks.any(|check| check.message.starts_with(display)),
+            "{:#?}",
+            plan.checks
+        );
         if qemus[0] == qemus[1] && machine == "pc" {
             another_file_of_variables_is_refused(&stage, &script);
         }

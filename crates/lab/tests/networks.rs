@@ -46,6 +46,17 @@ struct World {
 impl World {
     /// Creates it; `None` where QEMU is not installed and need not be.
     fn create(purpose: &str, sites: &[&str], servers: usize) -> Option<Self> {
+        Self::create_with(purpose, sites, servers, |_| toml::Table::new())
+    }
+
+    /// Creates it, with tables of the first host's configuration, which are made once the sites
+    /// are there.
+    fn create_with(
+        purpose: &str,
+        sites: &[&str],
+        servers: usize,
+        of_first: impl FnOnce(&Lab) -> toml::Table,
+    ) -> Option<Self> {
         if let Err(error) = installed::qemu(QEMU) {
             assert!(!installed::all_required(), "{error}");
             eprintln!("SKIPPED {purpose}: {error}");
@@ -72,7 +83,12 @@ impl World {
             qemus: vec![QEMU.to_owned()],
             accelerator: "tcg".to_owned(),
         };
-        let product = Product::start(&mut lab, &files, &settings).unwrap();
+        let first = of_first(&lab);
+        let more = |host| match host {
+            0 => first.clone(),
+            _ => toml::Table::new(),
+        };
+        let product = Product::start_each_with(&mut lab, &files, &settings, more).unwrap();
         let realm = Realm::create(&lab).unwrap();
         let world = Self {
             realm,
@@ -398,4 +414,47 @@ fn what_is_connected_goes_on_without_rendezvous_servers() {
     world.product.agent_mut(1).unwrap().restart(host).unwrap();
     gets_through(1);
     world.reaches(0, 1, "direct");
+}
+
+/// An address that programs take for one of the Internet. It is only in the laboratory.
+const MAPPED: &str = "45.45.45.45";
+
+#[test]
+fn a_port_that_a_router_maps_makes_a_path_direct() {
+    for by in ["PCP", "UPnP"] {
+        let mut mapper = None;
+        let maps = |lab: &Lab| {
+            let internet = lab.internet().unwrap();
+            let site = internet.site(0).unwrap();
+            let router = site.routers().last().unwrap();
+            let folder = lab.host(0).unwrap().folder();
+            mapper = Some(router.map_ports(folder, MAPPED, by == "UPnP").unwrap());
+            let own = site.address().unwrap();
+            internet
+                .namespace()
+                .configure(&format!("route add {MAPPED}/32 via {own}\n"))
+                .unwrap();
+            toml::Table::from_iter([("port_mapping".to_owned(), true.into())])
+        };
+        let sites = ["symmetric", "symmetric"];
+        let Some(world) = World::create_with(&format!("mapped by {by}"), &sites, 1, maps) else {
+            return;
+        };
+        let agents = world.agents();
+        world
+            .realm
+            .create_network(&world.lab, network::NETWORK, &agents)
+            .unwrap();
+        world.reaches(0, 1, "direct");
+        world.reaches(1, 0, "direct");
+        let log = std::fs::read_to_string(world.agent(0).log()).unwrap();
+        let says = format!("{MAPPED}:");
+        let mapped = log
+            .lines()
+            .find(|line| line.contains("passes datagrams on"));
+        let mapped = mapped.unwrap_or_else(|| panic!("{log}"));
+        assert!(mapped.contains(&says) && mapped.contains(by), "{mapped}");
+        drop(world);
+        drop(mapper);
+    }
 }

@@ -45,6 +45,8 @@ pub struct Losses {
     pub bitmaps: Vec<LostBitmap>,
     /// Limits on I/O.
     pub limits: Vec<Limits>,
+    /// The disks that keep what they read from their backing files.
+    pub copy_on_read: Vec<String>,
 }
 
 /// Returns what a move of a guest loses of its disks. The limits that its description has move
@@ -76,6 +78,7 @@ pub async fn losses(qmp: &Qmp, guest: &Guest) -> Result<Losses, QmpError> {
             true => Vec::new(),
             false => limits(&devices, &described.collect()),
         },
+        copy_on_read: copy_on_read(&nodes, &disks),
     })
 }
 
@@ -125,6 +128,15 @@ fn bitmaps(nodes: &Value, disks: &BTreeMap<String, String>) -> Vec<LostBitmap> {
         }
     }
     found
+}
+
+/// Returns the disks below which a filter copies what is read. It is a node of its own or, with
+/// `-drive`, one that QEMU added.
+fn copy_on_read(nodes: &Value, disks: &BTreeMap<String, String>) -> Vec<String> {
+    let nodes = nodes.as_array().into_iter().flatten();
+    let filters = nodes.filter(|node| node["drv"] == "copy-on-read");
+    let names = filters.filter_map(|node| disks.get(node["node-name"].as_str()?));
+    names.cloned().collect()
 }
 
 /// Returns the limits that are not those described, which are by the disk's node.
@@ -188,6 +200,18 @@ mod tests {
         };
         let expected = [lost("vda", "b0"), lost("other", "b2")];
         assert_eq!(bitmaps(&nodes, &disks), expected);
+    }
+
+    #[test]
+    fn filters_that_copy_what_is_read_are_found() {
+        let nodes = json!([
+            {"node-name": "c0", "drv": "copy-on-read"},
+            {"node-name": "d0", "drv": "qcow2"},
+            {"node-name": "unused", "drv": "copy-on-read"},
+        ]);
+        let disks = [("c0", "vda"), ("d0", "vda")];
+        let disks = disks.map(|(node, disk)| (node.to_owned(), disk.to_owned()));
+        assert_eq!(copy_on_read(&nodes, &disks.into()), ["vda"]);
     }
 
     #[test]

@@ -18,7 +18,7 @@ mod router;
 mod rules;
 
 use self::access::Access;
-pub use self::router::Router;
+pub use self::router::{PortMapper, Router};
 use crate::error::LabError;
 use crate::lab::Host;
 use crate::link::measure::{self, Measured};

@@ -1,8 +1,9 @@
 //! Controls a router: a network namespace with a NAT, which can be rebooted and rebound.
 
+use std::fs::{self, File};
 use std::os::fd::AsRawFd;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use nix::errno::Errno;
@@ -15,6 +16,40 @@ use super::rules::{DOWN, Rules};
 use crate::error::{During, LabError};
 use crate::netns::Namespace;
 use crate::process::run_with_input;
+
+/// The table in which the mappings of ports are.
+const MAPPED: &str = "table inet mapped {
+  chain forwarded {}
+  chain received {}
+  chain sent {}
+  chain forward {
+    type filter hook forward priority filter; policy accept;
+    jump forwarded
+  }
+  chain prerouting {
+    type nat hook prerouting priority dstnat; policy accept;
+    jump received
+  }
+  chain postrouting {
+    type nat hook postrouting priority srcnat; policy accept;
+    jump sent
+  }
+}
+";
+
+/// A daemon that maps ports of a router. It ends when this is dropped.
+#[derive(Debug)]
+pub struct PortMapper {
+    process: Child,
+}
+
+impl Drop for PortMapper {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
 
 /// A router between a site's hosts and the Internet, or a carrier's behind it.
 #[derive(Debug)]
@@ -76,6 +111,57 @@ impl Router {
     pub fn rebind(&self) -> Result<(), LabError> {
         self.rebound.fetch_add(1, Ordering::Relaxed);
         self.reboot()
+    }
+
+    /// Starts a daemon that maps ports of this public address for hosts which ask by PCP, NAT-PMP or
+    /// UPnP (with `upnp` only by that). Its files are in a folder.
+    ///
+    /// # Errors
+    /// When it is not installed, or does not start.
+    pub fn map_ports(
+        &self,
+        folder: &Path,
+        address: &str,
+        upnp: bool,
+    ) -> Result<PortMapper, LabError> {
+        let Self {
+            outside, inside, ..
+        } = self;
+        self.namespace
+            .configure(&format!("addr add {address}/32 dev {outside}\n"))?;
+        self.load(MAPPED)?;
+        let yes = |is: bool| if is { "yes" } else { "no" };
+        let text = format!(
+            "ext_ifname={outside}\next_ip={address}\nlistening_ip={inside}\n\
+             enable_upnp={}\nenable_natpmp={}\nsecure_mode=yes\n\
+             upnp_table_name=mapped\nupnp_nat_table_name=mapped\n\
+             upnp_forward_chain=forwarded\nupnp_nat_chain=received\n\
+             upnp_nat_postrouting_chain=sent\n\
+             uuid=6f6e6c79-2d69-6e2d-7468-65206c616220\n\
+             allow 1024-65535 0.0.0.0/0 1024-65535\n",
+            yes(upnp),
+            yes(!upnp)
+        );
+        let file = folder.join("port-mapper.conf");
+        fs::write(&file, text).during(|| format!("write {}", file.display()))?;
+        let log = folder.join("port-mapper.log");
+        let output = File::create(&log).during(|| format!("make {}", log.display()))?;
+        let errors = output.try_clone().during(|| "use a log twice".to_owned())?;
+        let mut command = Command::new("miniupnpd");
+        command
+            .args(["-d", "-f"])
+            .arg(&file)
+            .arg("-P")
+            .arg(folder.join("port-mapper.pid"))
+            .stdin(Stdio::null())
+            .stdout(output)
+            .stderr(errors);
+        let started = self.namespace.enter(|| command.spawn())?;
+        let process = started.map_err(|error| LabError::Missing {
+            what: format!("miniupnpd, which maps ports ({error})"),
+            hint: "sudo scripts/install lab".to_owned(),
+        })?;
+        Ok(PortMapper { process })
     }
 
     fn rules(&self) -> String {

@@ -32,6 +32,7 @@ pub(crate) struct Realms {
     endpoint: Endpoint,
     folder: PathBuf,
     configured: Vec<SocketAddr>,
+    port_mapping: bool,
     /// Where the names of its networks go.
     names: RealmNetworks,
     /// What runs of it.
@@ -54,6 +55,7 @@ impl Realms {
             endpoint,
             folder: config.state.clone(),
             configured: config.addresses.clone(),
+            port_mapping: config.port_mapping,
             names: config.hypervisor.realm_networks.clone(),
             slot,
             changing: Mutex::new(()),
@@ -74,6 +76,7 @@ impl Realms {
             stored,
             software: format!("longhaul {}", env!("CARGO_PKG_VERSION")),
             configured: self.configured.clone(),
+            port_mapping: self.port_mapping,
             plane: PlaneConfig::default(),
             opened: Box::new(move |open| {
                 let bridges = open.into_iter();

@@ -39,6 +39,8 @@ pub struct Config {
     pub listen: SocketAddr,
     /// Addresses at which members of its realm reach this host, besides those of its interfaces.
     pub addresses: Vec<SocketAddr>,
+    /// Whether the router of this host's site is asked for an open port.
+    pub port_mapping: bool,
     /// The image repository.
     pub repository: Place,
     /// The addresses at which commands reach the agent.
@@ -76,6 +78,8 @@ struct Document {
     listen: SocketAddr,
     #[serde(default)]
     addresses: Vec<SocketAddr>,
+    #[serde(default)]
+    port_mapping: bool,
     repository: Option<String>,
     #[serde(default)]
     api: ApiConfig,
@@ -243,6 +247,7 @@ impl Config {
             state: document.state.clone(),
             listen: document.listen,
             addresses: addresses(document.addresses)?,
+            port_mapping: document.port_mapping,
             repository: repository(document.repository.as_deref(), &document.state)?,
             api: document.api,
             limits: Limits::new(&document.limits, &document.hosts)?,

@@ -2,6 +2,7 @@
 //! others.
 
 use super::connections::Connections;
+use super::port_mapping;
 use super::ports::{NetworkStatus, OpenNetwork, Ports};
 use super::servers::{Resolved, Servers};
 use super::wires::{Frames, Order, Wires};
@@ -18,6 +19,7 @@ use longhaul_transport::{Endpoint, Way};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::SocketAddr;
+use std::num::NonZeroU16;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -54,6 +56,8 @@ pub struct Options {
     pub software: String,
     /// Addresses at which this host can be reached, besides those of its interfaces.
     pub configured: Vec<SocketAddr>,
+    /// Whether the router of this host's site is asked for an open port.
+    pub port_mapping: bool,
     /// Times and limits of the frame plane.
     pub plane: PlaneConfig,
     /// Is called when networks are opened or closed.
@@ -91,6 +95,7 @@ pub fn start(options: Options) -> Result<Networks, NetworksError> {
         stored,
         software,
         configured,
+        port_mapping,
         plane,
         opened,
     } = options;
@@ -138,11 +143,15 @@ pub fn start(options: Options) -> Result<Networks, NetworksError> {
         shown,
     };
     let PlaneOutputs { events, probes } = outputs;
+    let port = endpoint.local_address().map(|address| address.port());
+    let port = port.ok().and_then(NonZeroU16::new).filter(|_| port_mapping);
+    let mapping = port.map(|port| tokio::spawn(port_mapping::run(port, reach.clone())));
     let others = vec![
         tokio::spawn(driver.run(happened, ordered, answers)),
         tokio::spawn(pass_probes(probes, reach.clone())),
         tokio::spawn(renew_keys(events, connections.clone())),
     ];
+    let others = others.into_iter().chain(mapping).collect();
     Ok(Networks {
         endpoint,
         member,

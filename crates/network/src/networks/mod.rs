@@ -13,6 +13,7 @@
 
 mod connections;
 mod driver;
+mod port_mapping;
 mod ports;
 mod servers;
 mod wires;

@@ -204,6 +204,7 @@ impl<O: Outside> Driver<O> {
             Input::Configured(addresses) => {
                 self.local_event(LocalEvent::Configured(addresses));
             }
+            Input::PortMapped(address) => self.local_event(LocalEvent::PortMapped(address)),
             Input::Attached { server, address } => {
                 self.relays.entry(server).or_default().address = address;
                 let attached = address.is_some();

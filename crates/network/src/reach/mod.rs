@@ -68,6 +68,8 @@ pub enum Input {
     Servers(Vec<ServerConfig>),
     /// Addresses that an operator configured for this host.
     Configured(Vec<SocketAddr>),
+    /// The address that the router of this host's site maps to this host, or none any more.
+    PortMapped(Option<SocketAddr>),
     /// A server has accepted this host, and is reached at this address, which is also that of its
     /// relay; or, without an address, does not know this host any more.
     Attached {

@@ -1,11 +1,12 @@
 //! Implements `lab bench network`: networks between two hosts, by the product and by its peers.
 //!
 //! [`system`] says what a system is, [`ground`] has the hosts and the way between them, and a file
-//! for each system starts it.
+//! for each system starts it. [`sites`] measures the product's agents between emulated sites.
 
 mod ground;
 mod longhaul;
 mod peers;
+mod sites;
 mod system;
 
 use std::collections::BTreeMap;
@@ -28,7 +29,7 @@ use longhaul_lab::netns;
 pub(super) const BENCH: Bench = Bench {
     name: "network",
     about: "networks between hosts: throughput, CPU and latency beside seven peers",
-    minutes: (28, 4),
+    minutes: (50, 9),
     run,
 };
 
@@ -95,7 +96,11 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     let outcome = measure(&cases, &systems, options, document, &mut results);
     // Also after an interrupt: for the results so far.
     results.judge(document, &systems);
-    outcome
+    outcome?;
+    match systems.iter().any(|system| system.kind() == Kind::Longhaul) {
+        true => sites::measure(options, document),
+        false => Ok(()),
+    }
 }
 
 fn cases(options: &Options) -> Result<Vec<Case>, LabError> {
@@ -134,10 +139,12 @@ fn cases(options: &Options) -> Result<Vec<Case>, LabError> {
         }
     }
     cases.retain(|case| options.wants_workload(&case.name));
-    if cases.is_empty() {
+    let of_sites = || sites::CASES.iter().any(|case| options.wants_workload(case));
+    if cases.is_empty() && !of_sites() {
         let names = LINKS.map(|(name, ..)| name).join(", ");
+        let others = sites::CASES.join(", ");
         return Err(LabError::Which(format!(
-            "--workload names none of the cases {BARE}, {names}"
+            "--workload names none of the cases {BARE}, {names}, {others}"
         )));
     }
     Ok(cases)
