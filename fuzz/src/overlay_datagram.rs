@@ -1,7 +1,7 @@
 //! Fuzzes datagrams of the frame plane: from anyone, and sealed by a peer that sends anything.
 
 use longhaul_overlay::fragment::Reassembler;
-use longhaul_overlay::offload::Merger;
+use longhaul_overlay::offload::{Merger, VirtioHeader};
 use longhaul_overlay::seal::{
     EXPORTED_BYTES, HEADER_BYTES, KeyLimits, Kind, OVERHEAD_BYTES, OpenError, Side, Suite, halves,
 };
@@ -63,6 +63,13 @@ pub(crate) fn run(data: &[u8]) -> (usize, usize) {
                 match opened.kind {
                     Kind::Control => _ = control::read(opened.payload, |_| held += 1),
                     Kind::Frame => merger.push(opened.payload, &mut |_, _| held += 1),
+                    Kind::ShortSegment => {
+                        merger.push_short(opened.payload, &mut |virtio, frame| {
+                            let virtio = virtio.to_bytes();
+                            VirtioHeader::parse(&virtio, frame.len()).expect("it can be read");
+                            held += 1;
+                        })
+                    }
                     Kind::Fragment => {
                         let whole = reassembler.push(now, NETWORK, opened.payload);
                         held += usize::from(whole.is_ok_and(|whole| whole.is_some()));

@@ -19,6 +19,7 @@ pub(crate) struct Done {
     pub(crate) forwarded: usize,
     pub(crate) outputs: usize,
     pub(crate) cut: usize,
+    pub(crate) short: usize,
     pub(crate) merged: usize,
 }
 
@@ -119,6 +120,10 @@ fn offload(now: Duration, what: u8, record: &[u8], merger: &mut Merger, done: &m
         done.merged += 1;
         VirtioHeader::parse(&virtio.to_bytes(), frame.len()).expect("what is written can be read");
     });
+    merger.push_short(record, &mut |virtio, frame| {
+        done.merged += 1;
+        VirtioHeader::parse(&virtio.to_bytes(), frame.len()).expect("what is written can be read");
+    });
     let Ok((virtio, frame)) = VirtioHeader::split(record) else {
         return;
     };
@@ -129,6 +134,13 @@ fn offload(now: Duration, what: u8, record: &[u8], merger: &mut Merger, done: &m
             let mut out = [0; 600];
             let length = cut.write(index, &mut out).expect("there is room");
             assert!(length <= max && length <= cut.segment_bytes());
+            if cut.is_short() {
+                done.short += 1;
+                let malformed = merger.counters().malformed;
+                merger.push_short(&out[..length], &mut |_, _| done.merged += 1);
+                assert_eq!(merger.counters().malformed, malformed);
+                continue;
+            }
             VirtioHeader::split(&out[..length]).expect("what is written can be read");
             merger.push(&out[..length], &mut |_, _| done.merged += 1);
         }

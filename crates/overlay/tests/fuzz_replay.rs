@@ -25,10 +25,11 @@ fn every_frame_passes() {
         sum.forwarded += done.forwarded;
         sum.outputs += done.outputs;
         sum.cut += done.cut;
+        sum.short += done.short;
         sum.merged += done.merged;
     }
     assert!(sum.forwarded > 20 && sum.outputs > 10, "{sum:?}");
-    assert!(sum.cut > 10 && sum.merged > 10, "{sum:?}");
+    assert!(sum.cut > 10 && sum.short > 3 && sum.merged > 10, "{sum:?}");
 }
 
 #[test]

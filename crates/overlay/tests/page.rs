@@ -4,7 +4,7 @@
 use longhaul_overlay::NetworkId;
 use longhaul_overlay::control::MESSAGES_MAX;
 use longhaul_overlay::fragment::{FRAGMENTS_MAX, PARTIAL_FRAMES_MAX, REASSEMBLY_TIME};
-use longhaul_overlay::offload::{Cut, HEADERS_BYTES_MAX, Merger, VirtioHeader};
+use longhaul_overlay::offload::{Cut, HEADERS_BYTES_MAX, Merger, VIRTIO_BYTES, VirtioHeader};
 use longhaul_overlay::seal::{
     EXPORTER_LABEL, HEADER_BYTES, KeyLimits, Kind, OVERHEAD_BYTES, Side, Suite, WINDOW_COUNTERS,
     halves,
@@ -72,10 +72,10 @@ fn datagrams_are_as_in_the_examples() {
 fn super_frames_are_cut_as_in_the_example() {
     let whole = example("super-frame");
     let (virtio, frame) = VirtioHeader::split(&whole).unwrap();
-    let cut = Cut::new(virtio, frame, 128).unwrap();
+    let cut = Cut::new(virtio, frame, 132).unwrap();
     assert_eq!(
         (cut.count(), cut.segment_bytes(), cut.last_bytes()),
-        (3, 128, 86)
+        (3, 132, 90)
     );
     let mut merger = Merger::new();
     let mut merged = Vec::new();
@@ -83,13 +83,48 @@ fn super_frames_are_cut_as_in_the_example() {
         merged.push([&virtio.to_bytes()[..], frame].concat());
     };
     for index in 0..3 {
-        let mut segment = [0; 128];
+        let mut segment = [0; 132];
         let length = cut.write(index, &mut segment).unwrap();
         assert_eq!(segment[..length], example(&format!("segment {index}")));
         merger.push(&segment[..length], &mut out);
     }
     merger.flush(&mut out);
     assert_eq!(merged, [whole]);
+}
+
+#[test]
+fn short_segments_are_as_in_the_example() {
+    let whole = example("short: super-frame");
+    let (virtio, frame) = VirtioHeader::split(&whole).unwrap();
+    let cut = Cut::new(virtio, frame, 150).unwrap();
+    assert!(cut.is_short());
+    assert_eq!(
+        (cut.count(), cut.segment_bytes(), cut.last_bytes()),
+        (2, 150, 100)
+    );
+    let [mut merger, mut alone, mut plain] = [Merger::new(), Merger::new(), Merger::new()];
+    let mut merged = Vec::new();
+    let mut frames = [Vec::new(), Vec::new()];
+    let mut segment = [0; 150];
+    for index in 0..2 {
+        let length = cut.write(index, &mut segment).unwrap();
+        assert_eq!(
+            segment[..length],
+            example(&format!("short: segment {index}"))
+        );
+        merger.push_short(&segment[..length], &mut |virtio, frame| {
+            merged.push([&virtio.to_bytes()[..], frame].concat());
+        });
+    }
+    merger.flush(&mut |virtio, frame| merged.push([&virtio.to_bytes()[..], frame].concat()));
+    assert_eq!(merged, [whole]);
+    // The last one is the same frame as the payload of kind 4 that it stands for.
+    let restored = example("short: segment 1 restored");
+    let [short, same] = &mut frames;
+    alone.push_short(&segment[..100], &mut |_, frame| short.push(frame.to_vec()));
+    plain.push(&restored, &mut |_, frame| same.push(frame.to_vec()));
+    assert_eq!(short, same);
+    assert_eq!(short[..], [restored[VIRTIO_BYTES..].to_vec()]);
 }
 
 #[test]

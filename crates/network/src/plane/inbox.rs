@@ -6,7 +6,7 @@ use super::peer::{Incoming, Peer, Scratch};
 use super::shared::{Shared, Snapshot, Tables, View, add, count};
 use super::socket::Way;
 use longhaul_overlay::NetworkId;
-use longhaul_overlay::offload::Merger;
+use longhaul_overlay::offload::{Merger, VirtioHeader};
 use longhaul_overlay::seal::{self, Kind, Opened};
 use longhaul_overlay::switch::PortId;
 use longhaul_protocol::HostId;
@@ -135,7 +135,9 @@ impl Inbox {
     ) {
         let network = opened.network;
         match opened.kind {
-            Kind::Frame => self.frame(tables, now, peer, network, opened.payload),
+            kind @ (Kind::Frame | Kind::ShortSegment) => {
+                self.frame(tables, now, peer, network, kind, opened.payload);
+            }
             Kind::Fragment => {
                 if self.flow(tables, peer, network).is_none() {
                     return;
@@ -143,7 +145,7 @@ impl Inbox {
                 // Fragments that do not fit are counted there.
                 let whole = incoming.reassembler.push(now, network, opened.payload);
                 if let Ok(Some(whole)) = whole {
-                    self.frame(tables, now, peer, network, whole);
+                    self.frame(tables, now, peer, network, Kind::Frame, whole);
                 }
             }
             Kind::Control if network != NetworkId::NONE => {
@@ -170,6 +172,7 @@ impl Inbox {
         now: Duration,
         peer: &Peer,
         network: NetworkId,
+        kind: Kind,
         payload: &[u8],
     ) {
         let Some(flow) = self.flow(tables, peer, network) else {
@@ -187,10 +190,15 @@ impl Inbox {
             view, port, merger, ..
         } = &mut flows[flow];
         *segments += 1;
-        merger.push(payload, &mut |virtio, frame| {
+        let mut out = |virtio: &VirtioHeader, frame: &[u8]| {
             view.deliver(shared, now, *port, (virtio, frame), scratch);
             *merged += 1;
-        });
+        };
+        if kind == Kind::ShortSegment {
+            merger.push_short(payload, &mut out);
+        } else {
+            merger.push(payload, &mut out);
+        }
     }
 
     /// Returns the flow of a peer in a network; `None` if it is no member, which is counted.

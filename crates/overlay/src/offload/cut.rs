@@ -1,7 +1,9 @@
 //! Cuts super-frames into segments that fit a path. Each segment is self-contained: a virtio
-//! header, all headers of the frame, and a slice of its payload.
+//! header, all headers of the frame, or what a receiver cannot compute of them, and a slice of its
+//! payload.
 
 use super::headers::Headers;
+use super::short::Short;
 use super::virtio::{Gso, VIRTIO_BYTES, VirtioHeader};
 
 /// Smallest payload of a segment, in bytes: a path that leaves less than this is of no use.
@@ -36,6 +38,8 @@ pub struct Cut<'a> {
     frame: &'a [u8],
     /// `None` if the frame is one segment as it is.
     headers: Option<Headers>,
+    /// The headers of its segments, if they are short.
+    short: Option<Short>,
     slice: usize,
     count: usize,
 }
@@ -52,15 +56,21 @@ impl<'a> Cut<'a> {
                 virtio,
                 frame,
                 headers: None,
+                short: None,
                 slice: 0,
                 count: 1,
             });
         }
         if virtio.gso == Gso::None {
-            return Err(CutError::NeedsFragments);
+            return Self::whole_short(virtio, frame, segment_max).ok_or(CutError::NeedsFragments);
         }
         let headers = Headers::of_gso(&virtio, frame).ok_or(CutError::Malformed)?;
-        let room = segment_max.saturating_sub(VIRTIO_BYTES + headers.payload);
+        let virtio = VirtioHeader {
+            headers_bytes: headers.payload as u16,
+            ..virtio
+        };
+        let short = Short::of(&virtio, frame, &headers);
+        let room = segment_max.saturating_sub(headers_bytes(&headers, short.as_ref()));
         let segment_bytes = usize::from(virtio.segment_bytes);
         // Whole frames of the guest, if they fit. A UDP datagram must not be cut.
         let whole = room / segment_bytes * segment_bytes;
@@ -70,7 +80,25 @@ impl<'a> Cut<'a> {
             (0, _) => room,
             _ => whole,
         };
-        Ok(Self::slices(virtio, frame, headers, slice))
+        Ok(Self {
+            short,
+            ..Self::slices(virtio, frame, headers, slice)
+        })
+    }
+
+    /// Plans to send a frame that is no super-frame as one short segment.
+    fn whole_short(virtio: VirtioHeader, frame: &'a [u8], segment_max: usize) -> Option<Self> {
+        let headers = Headers::parse(frame).filter(|headers| headers.end == frame.len())?;
+        let short = Short::of(&virtio, frame, &headers)?;
+        let slice = headers.end - headers.payload;
+        (short.bytes() + slice <= segment_max).then_some(Self {
+            virtio,
+            frame,
+            headers: Some(headers),
+            short: Some(short),
+            slice,
+            count: 1,
+        })
     }
 
     /// Plans to cut a super-frame into the guest's own frames.
@@ -92,6 +120,7 @@ impl<'a> Cut<'a> {
             },
             frame,
             headers: Some(headers),
+            short: None,
             slice,
             count: (headers.end - headers.payload).div_ceil(slice),
         }
@@ -102,18 +131,28 @@ impl<'a> Cut<'a> {
         self.count
     }
 
-    /// Returns the length of each segment but the last, in bytes, virtio header included.
+    /// Whether the segments are short ones, which [`super::Merger::push_short`] takes.
+    pub fn is_short(&self) -> bool {
+        self.short.is_some()
+    }
+
+    /// Returns the length of each segment but the last, in bytes, all headers included.
     pub fn segment_bytes(&self) -> usize {
-        match self.headers {
-            Some(headers) if self.count > 1 => VIRTIO_BYTES + headers.payload + self.slice,
+        match &self.headers {
+            Some(headers) if self.count > 1 => {
+                headers_bytes(headers, self.short.as_ref()) + self.slice
+            }
             _ => self.last_bytes(),
         }
     }
 
     /// Returns the length of the last segment.
     pub fn last_bytes(&self) -> usize {
-        match self.headers {
-            Some(headers) => VIRTIO_BYTES + headers.end - (self.count - 1) * self.slice,
+        match &self.headers {
+            Some(headers) => {
+                let slice = headers.end - headers.payload - (self.count - 1) * self.slice;
+                headers_bytes(headers, self.short.as_ref()) + slice
+            }
             None => VIRTIO_BYTES + self.frame.len(),
         }
     }
@@ -122,12 +161,35 @@ impl<'a> Cut<'a> {
     /// such segment or no room for it.
     #[inline]
     pub fn write(&self, index: usize, out: &mut [u8]) -> Option<usize> {
+        if let (Some(short), Some(headers)) = (&self.short, &self.headers) {
+            return self.write_short(short, headers, index, out);
+        }
         let (head, out) = out.split_first_chunk_mut::<VIRTIO_BYTES>()?;
         *head = self.virtio.to_bytes();
         Some(VIRTIO_BYTES + self.write_frame(index, out)?)
     }
 
-    /// Writes a segment without its virtio header.
+    #[inline]
+    fn write_short(
+        &self,
+        short: &Short,
+        headers: &Headers,
+        index: usize,
+        out: &mut [u8],
+    ) -> Option<usize> {
+        if index >= self.count {
+            return None;
+        }
+        let slice = self.slice(headers, index)?;
+        let out = out.get_mut(..short.bytes() + slice.len())?;
+        let (head, payload) = out.split_at_mut(short.bytes());
+        let offset = (index * self.slice) as u32;
+        short.write(index as u16, offset, index + 1 == self.count, head);
+        payload.copy_from_slice(slice);
+        Some(out.len())
+    }
+
+    /// Writes a segment without its virtio header, and with all headers of its frame.
     #[inline]
     pub(super) fn write_frame(&self, index: usize, out: &mut [u8]) -> Option<usize> {
         if index >= self.count {
@@ -137,9 +199,7 @@ impl<'a> Cut<'a> {
             out.get_mut(..self.frame.len())?.copy_from_slice(self.frame);
             return Some(self.frame.len());
         };
-        let start = headers.payload + index * self.slice;
-        let end = headers.end.min(start + self.slice);
-        let slice = self.frame.get(start..end)?;
+        let slice = self.slice(&headers, index)?;
         let out = out.get_mut(..headers.payload + slice.len())?;
         let (head, payload) = out.split_at_mut(headers.payload);
         head.copy_from_slice(self.frame.get(..headers.payload)?);
@@ -150,7 +210,20 @@ impl<'a> Cut<'a> {
         Some(out.len())
     }
 
+    /// Returns the payload of a segment.
+    #[inline]
+    fn slice(&self, headers: &Headers, index: usize) -> Option<&'a [u8]> {
+        let start = headers.payload + index * self.slice;
+        let end = headers.end.min(start + self.slice);
+        self.frame.get(start..end)
+    }
+
     pub(super) fn virtio(&self) -> VirtioHeader {
         self.virtio
     }
+}
+
+/// Returns the bytes in front of the payload of a segment.
+fn headers_bytes(headers: &Headers, short: Option<&Short>) -> usize {
+    short.map_or(VIRTIO_BYTES + headers.payload, Short::bytes)
 }

@@ -14,12 +14,12 @@ const EXTENSIONS_MAX: usize = 8;
 /// Longest headers of a frame that is cut or merged, in bytes.
 pub const HEADERS_BYTES_MAX: usize = 256;
 
-const IPV4_BYTES: usize = 20;
-const IPV6_BYTES: usize = 40;
-const TCP_BYTES: usize = 20;
+pub(super) const IPV4_BYTES: usize = 20;
+pub(super) const IPV6_BYTES: usize = 40;
+pub(super) const TCP_BYTES: usize = 20;
 const UDP_BYTES: usize = 8;
 const HOP_BY_HOP: u8 = 0;
-const TCP: u8 = 6;
+pub(super) const TCP: u8 = 6;
 const UDP: u8 = 17;
 const ROUTING: u8 = 43;
 const DESTINATION: u8 = 60;
@@ -52,6 +52,14 @@ fn write(bytes: &mut [u8], at: usize, value: u16) {
     if let Some(field) = bytes.get_mut(at..).and_then(<[u8]>::first_chunk_mut) {
         *field = value.to_be_bytes();
     }
+}
+
+/// Returns TCP's flags in the segment number `index` of a super-frame that has these.
+#[inline]
+pub(super) fn flags_of_segment(flags: u8, index: u16, last: bool) -> u8 {
+    let first_only = if index > 0 { FLAG_CWR } else { 0 };
+    let last_only = if last { 0 } else { FLAG_FIN | FLAG_PSH };
+    flags & !(first_only | last_only)
 }
 
 impl Headers {
@@ -249,12 +257,7 @@ impl Headers {
             *field = sequence.to_be_bytes();
         }
         if let Some(flags) = frame.get_mut(self.transport + 13) {
-            if index > 0 {
-                *flags &= !FLAG_CWR;
-            }
-            if !last {
-                *flags &= !(FLAG_FIN | FLAG_PSH);
-            }
+            *flags = flags_of_segment(*flags, index, last);
         }
     }
 }

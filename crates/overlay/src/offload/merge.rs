@@ -1,7 +1,8 @@
 //! Merges segments of one flow that continue each other into a super-frame, for one write to a TAP.
 
 use super::headers::{FLAG_CWR, FLAG_FIN, FLAG_PSH, FLAG_RST, FLAG_SYN, FLAG_URG, Headers};
-use super::virtio::{Gso, VirtioError, VirtioHeader};
+use super::short::{RESTORED_BYTES_MAX, restore};
+use super::virtio::{Gso, VirtioHeader};
 
 /// Flows that are merged at once.
 pub const RUNS: usize = 4;
@@ -43,30 +44,49 @@ pub struct Merger {
     counters: MergeCounters,
 }
 
-/// A segment, and its headers if it can be merged.
+/// A frame or a segment of one.
 struct Segment<'a> {
     virtio: VirtioHeader,
-    frame: &'a [u8],
+    /// The headers of the frame; the whole frame if they are not known.
+    head: &'a [u8],
+    payload: &'a [u8],
     headers: Option<Headers>,
 }
 
 impl<'a> Segment<'a> {
-    fn parse(bytes: &'a [u8]) -> Result<Self, VirtioError> {
-        let (virtio, frame) = VirtioHeader::split(bytes)?;
+    fn parse(bytes: &'a [u8]) -> Option<Self> {
+        let (virtio, frame) = VirtioHeader::split(bytes).ok()?;
+        let unknown = Self {
+            virtio,
+            head: frame,
+            payload: &[],
+            headers: None,
+        };
         if virtio.gso == Gso::None {
-            return Ok(Self {
-                virtio,
-                frame,
-                headers: None,
-            });
+            return Some(unknown);
         }
         // What the kernel would refuse must not reach it as a super-frame.
-        let headers = Headers::of_gso(&virtio, frame).ok_or(VirtioError::Checksum)?;
-        let whole = headers.end == frame.len();
-        Ok(Self {
+        let headers = Headers::of_gso(&virtio, frame)?;
+        if headers.end != frame.len() {
+            return Some(unknown);
+        }
+        let (head, payload) = frame.split_at_checked(headers.payload)?;
+        Some(Self {
             virtio,
-            frame,
-            headers: whole.then_some(headers),
+            head,
+            payload,
+            headers: Some(headers),
+        })
+    }
+
+    /// Restores the headers of a short segment, to `head`.
+    fn restore(bytes: &'a [u8], head: &'a mut [u8; RESTORED_BYTES_MAX]) -> Option<Self> {
+        let restored = restore(bytes, head)?;
+        Some(Self {
+            virtio: restored.virtio,
+            head: head.get(..restored.headers.payload)?,
+            payload: restored.payload,
+            headers: Some(restored.headers),
         })
     }
 }
@@ -85,22 +105,33 @@ impl Merger {
     /// Takes a segment, virtio header included. Calls `out` for each frame that is complete: those
     /// that this one does not continue, and this one if it cannot be merged.
     pub fn push(&mut self, segment: &[u8], out: &mut impl FnMut(&VirtioHeader, &[u8])) {
+        self.take(Segment::parse(segment), out);
+    }
+
+    /// Takes a short segment ([`super::Cut::is_short`]), otherwise as [`Self::push`].
+    pub fn push_short(&mut self, segment: &[u8], out: &mut impl FnMut(&VirtioHeader, &[u8])) {
+        let mut head = [0; RESTORED_BYTES_MAX];
+        self.take(Segment::restore(segment, &mut head), out);
+    }
+
+    #[inline]
+    fn take(&mut self, segment: Option<Segment<'_>>, out: &mut impl FnMut(&VirtioHeader, &[u8])) {
         self.counters.segments += 1;
-        let Ok(segment) = Segment::parse(segment) else {
+        let Some(segment) = segment else {
             self.counters.malformed += 1;
             return;
         };
         let headers = match segment.headers {
-            Some(headers) => headers,
-            None => {
+            Some(headers) if segment.virtio.gso != Gso::None => headers,
+            _ => {
                 self.pass(&segment, out);
                 return;
             }
         };
-        let found = self.find(&headers, segment.frame);
+        let found = self.find(&headers, segment.head);
         if let Some(at) = found {
             let run = &mut self.runs[at];
-            if run.append(&segment.virtio, &headers, segment.frame) {
+            if run.append(&segment, &headers) {
                 if run.is_complete(&headers) {
                     self.end(at, out);
                 }
@@ -127,13 +158,29 @@ impl Merger {
     /// Passes on a frame that cannot be merged, after those of its flow.
     fn pass(&mut self, segment: &Segment<'_>, out: &mut impl FnMut(&VirtioHeader, &[u8])) {
         if !self.runs.is_empty()
-            && let Some(headers) = Headers::parse(segment.frame)
-            && let Some(at) = self.find(&headers, segment.frame)
+            && let Some(headers) = segment.headers.or_else(|| Headers::parse(segment.head))
+            && let Some(at) = self.find(&headers, segment.head)
         {
             self.end(at, out);
         }
         self.counters.frames += 1;
-        out(&segment.virtio, segment.frame);
+        if segment.payload.is_empty() {
+            out(&segment.virtio, segment.head);
+            return;
+        }
+        let frame = self.join(segment);
+        out(&segment.virtio, &frame);
+        self.free.push(frame);
+    }
+
+    /// Returns the frame of a segment in one piece.
+    fn join(&mut self, segment: &Segment<'_>) -> Vec<u8> {
+        let mut frame = self.free.pop().unwrap_or_default();
+        frame.clear();
+        frame.reserve(RUN_BYTES);
+        frame.extend_from_slice(segment.head);
+        frame.extend_from_slice(segment.payload);
+        frame
     }
 
     fn find(&self, headers: &Headers, frame: &[u8]) -> Option<usize> {
@@ -146,13 +193,10 @@ impl Merger {
         headers: Headers,
         out: &mut impl FnMut(&VirtioHeader, &[u8]),
     ) {
-        let mut frame = self.free.pop().unwrap_or_default();
-        frame.clear();
-        frame.reserve(RUN_BYTES);
-        frame.extend_from_slice(segment.frame);
+        let frame = self.join(segment);
         self.clock += 1;
         self.runs.push(Run {
-            last_flags: flags(&headers, segment.frame) & (FLAG_FIN | FLAG_PSH),
+            last_flags: flags(&headers, segment.head) & (FLAG_FIN | FLAG_PSH),
             frame,
             virtio: segment.virtio,
             headers,
@@ -199,11 +243,11 @@ impl Run {
 
     /// Adds a segment, if it continues the run and differs only where segments do.
     #[inline]
-    fn append(&mut self, virtio: &VirtioHeader, headers: &Headers, frame: &[u8]) -> bool {
+    fn append(&mut self, segment: &Segment<'_>, headers: &Headers) -> bool {
         let ours = &self.headers;
         let held = &self.frame;
-        let added = frame.len() - headers.payload;
-        let total = held.len() + added;
+        let (virtio, head) = (&segment.virtio, segment.head);
+        let total = held.len() + segment.payload.len();
         let (network, transport) = (ours.network, ours.transport);
         let fits = ours.payload == headers.payload
             && total - network <= PACKET_BYTES_MAX
@@ -211,22 +255,22 @@ impl Run {
             && virtio.segment_bytes == self.virtio.segment_bytes;
         // Link header; then all of the network header but length, identification and checksum.
         let alike = fits
-            && same(held, frame, 0..network)
+            && same(held, head, 0..network)
             && if ours.ipv6 {
-                same(held, frame, network..network + 4) && same(held, frame, network + 6..transport)
+                same(held, head, network..network + 4) && same(held, head, network + 6..transport)
             } else {
-                same(held, frame, network..network + 2)
-                    && same(held, frame, network + 6..network + 10)
-                    && same(held, frame, network + 12..transport)
+                same(held, head, network..network + 2)
+                    && same(held, head, network + 6..network + 10)
+                    && same(held, head, network + 12..transport)
             };
         let next = ours.identification(held).wrapping_add(self.segments);
-        let counts = ours.is_atomic(held) || headers.identification(frame) == next;
-        if !alike || !counts || !self.continues(headers, frame) {
+        let counts = ours.is_atomic(held) || headers.identification(head) == next;
+        if !alike || !counts || !self.continues(headers, head) {
             return false;
         }
-        self.last_flags = flags(headers, frame) & (FLAG_FIN | FLAG_PSH);
+        self.last_flags = flags(headers, head) & (FLAG_FIN | FLAG_PSH);
         self.segments += 1;
-        self.frame.extend_from_slice(&frame[headers.payload..]);
+        self.frame.extend_from_slice(segment.payload);
         true
     }
 

@@ -3,12 +3,14 @@
 //!
 //! A guest's network card hands over up to 64 KiB of one flow at once, with a virtio header that
 //! says how to cut it. [`Cut`] cuts it at what the path carries, not at the guest's segment size;
-//! [`Merger`] merges the segments of a batch for one write; [`finish`] makes plain frames.
+//! [`Merger`] merges the segments of a batch for one write; [`finish`] makes plain frames. Segments
+//! of TCP travel without the bytes of their headers that a receiver can compute.
 //! `docs/frame-plane.md`, section 3, is the normative description.
 
 mod cut;
 mod headers;
 mod merge;
+mod short;
 mod software;
 mod virtio;
 

@@ -41,6 +41,8 @@ pub enum Kind {
     PathProbe = 7,
     /// A probe of the path's MTU.
     MtuProbe = 8,
+    /// A segment of TCP, without the bytes of its headers that the receiver can compute.
+    ShortSegment = 9,
 }
 
 impl Kind {
@@ -53,6 +55,7 @@ impl Kind {
             6 => Self::Control,
             7 => Self::PathProbe,
             8 => Self::MtuProbe,
+            9 => Self::ShortSegment,
             _ => return None,
         })
     }

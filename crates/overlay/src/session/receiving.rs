@@ -159,7 +159,7 @@ impl<A: Copy + Eq> Receiving<A> {
         match opened.kind {
             Kind::Control => self.take_control(opened.payload),
             Kind::MtuProbe => self.take_probe(opened.payload, bytes),
-            Kind::Frame | Kind::Fragment | Kind::PathProbe => {}
+            Kind::Frame | Kind::ShortSegment | Kind::Fragment | Kind::PathProbe => {}
         }
         Ok(opened)
     }

@@ -263,7 +263,12 @@ impl<A: Copy + Eq> Sending<A> {
             count += 1;
         }
         let datagrams = out.get_mut(..bytes).unwrap_or_default();
-        let to = self.seal_batch(now, Kind::Frame, network, datagrams, stride)?;
+        let kind = if cut.is_short() {
+            Kind::ShortSegment
+        } else {
+            Kind::Frame
+        };
+        let to = self.seal_batch(now, kind, network, datagrams, stride)?;
         Ok(Batch {
             to,
             count,

@@ -270,6 +270,43 @@ fn a_super_frame_is_sealed_in_batches() {
 }
 
 #[test]
+fn short_segments_are_sealed_as_such() {
+    let mut pair = Pair::new();
+    pair.pass(10);
+    let mut frame = vec![0; 54 + 6000];
+    frame[12..17].copy_from_slice(&[8, 0, 0x45, 0, 6040u16.to_be_bytes()[0]]);
+    frame[17] = 6040u16.to_be_bytes()[1];
+    frame[20..24].copy_from_slice(&[0x40, 0, 64, 6]);
+    // Without addresses, little else is summed up.
+    let sum = !(0x4500 + 6040 + 0x4000 + 0x4006u16);
+    frame[24..26].copy_from_slice(&sum.to_be_bytes());
+    frame[46] = 0x50;
+    frame[50..52].copy_from_slice(&6026u16.to_be_bytes());
+    let virtio = VirtioHeader {
+        needs_checksum: true,
+        gso: Gso::Tcp4,
+        segment_bytes: 1460,
+        checksum_start: 34,
+        checksum_offset: 16,
+        ..VirtioHeader::default()
+    };
+    let now = pair.now;
+    let [from, to] = &mut pair.hosts;
+    let cut = Cut::new(virtio, &frame, from.payload_max()).unwrap();
+    assert!(cut.is_short());
+    let mut out = vec![0; 70_000];
+    let batch = from.seal_cut(now, NETWORK, &cut, 0, &mut out).unwrap();
+    assert_eq!((batch.count, batch.stride), (5, 1472));
+    let mut payload = 0;
+    to.open_batch(now, 0, &mut out[..batch.bytes], batch.stride, |opened| {
+        let opened = opened.unwrap();
+        assert_eq!(opened.kind, Kind::ShortSegment);
+        payload += opened.payload.len() - 40;
+    });
+    assert_eq!(payload, 6000);
+}
+
+#[test]
 fn nothing_is_sent_without_keys_or_address() {
     let now = Duration::from_secs(1);
     let mut session = Session::<u8>::new(now, SessionConfig::default(), None);
