@@ -47,7 +47,9 @@ mod tests {
 
     #[test]
     fn servers_are_shown_by_their_addresses() {
-        let server = |family: &str, host: &str, service: &str| json!({"family": family, "host": host, "service": service});
+        let server = |family: &str, host: &str, at: &str| -> Value {
+            json!({"family": family, "host": host, "service": at})
+        };
         let vnc = json!([
             {"id": "default", "server": [server("ipv4", "127.0.0.1", "5901"),
                                          server("ipv6", "::1", "5901")]},

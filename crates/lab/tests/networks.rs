@@ -132,7 +132,7 @@ impl Drop for World {
         for agent in self.agents() {
             let log = std::fs::read_to_string(agent.log()).unwrap_or_default();
             let lines: Vec<&str> = log.lines().collect();
-            let last = &lines[lines.len().saturating_sub(40)..];
+            let last = &lines[lines.len().saturating_sub(400)..];
             eprintln!("-- {} said last:\n{}", agent.name(), last.join("\n"));
         }
     }

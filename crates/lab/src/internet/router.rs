@@ -113,8 +113,8 @@ impl Router {
         self.reboot()
     }
 
-    /// Starts a daemon that maps ports of this public address for hosts which ask by PCP, NAT-PMP or
-    /// UPnP (with `upnp` only by that). Its files are in a folder.
+    /// Starts a daemon that maps ports of this public address for hosts which ask by PCP or
+    /// NAT-PMP, or, with `upnp`, by UPnP alone. Its files are in a folder.
     ///
     /// # Errors
     /// When it is not installed, or does not start.

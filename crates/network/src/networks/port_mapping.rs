@@ -114,7 +114,7 @@ async fn limited(asking: impl Future<Output = Result<Mapped, String>>) -> Result
     answer.unwrap_or_else(|_| Err(format!("no answer in {} s", ANSWER_WITHIN.as_secs())))
 }
 
-/// Asks by PCP, or by NAT-PMP. Renews the mapping that is held: a router gives nobody else its port.
+/// Asks by PCP, or by NAT-PMP. Renews the mapping that is held: its port is for nobody else.
 async fn by_pcp(
     held: &mut Option<PortMapping>,
     (router, own, port): (Ipv4Addr, IpAddr, NonZeroU16),
