@@ -36,6 +36,9 @@ const TICK: Duration = Duration::from_millis(500);
 const RETRY: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(60));
 /// The wait after which a host that shares no network is not tried again.
 const GIVE_UP: Duration = Duration::from_secs(16);
+/// When a host that shares a network and to which there is no way is asked for again, whatever has
+/// become of the last introduction.
+const REMIND: Duration = Duration::from_secs(30);
 /// Most introductions that are asked for at once.
 const INTRODUCTIONS_MAX: usize = 64;
 /// How long a relay that refuses is left alone.
@@ -189,8 +192,19 @@ struct Peer {
     /// When it is to be introduced; `None` while that is asked for, and afterwards.
     introduce_at: Option<Instant>,
     retry: Duration,
+    /// When an introduction was last asked for.
+    asked_at: Option<Instant>,
     has_way: watch::Sender<bool>,
     connecting: JoinHandle<()>,
+}
+
+impl Peer {
+    /// Returns whether the host is to be introduced now.
+    fn is_due(&self, now: Instant) -> bool {
+        let forgotten = self.asked_at.is_some_and(|at| now > at + REMIND);
+        let lacks_way = self.shares && !*self.has_way.borrow();
+        self.introduce_at.is_some_and(|at| at <= now) || lacks_way && forgotten
+    }
 }
 
 impl Drop for Peer {
@@ -306,6 +320,7 @@ impl Driver {
                 shares: false,
                 introduce_at: Some(Instant::now()),
                 retry: RETRY.0,
+                asked_at: None,
                 has_way,
                 connecting: tokio::spawn(connections.clone().keep(host, ways)),
             }
@@ -350,11 +365,11 @@ impl Driver {
         let due = self
             .peers
             .iter_mut()
-            .filter(|(_, peer)| peer.introduce_at.is_some_and(|at| at <= now))
+            .filter(|(_, peer)| peer.is_due(now))
             .take(room);
         let due: Vec<HostId> = due
             .map(|(host, peer)| {
-                peer.introduce_at = None;
+                (peer.introduce_at, peer.asked_at) = (None, Some(now));
                 *host
             })
             .collect();

@@ -49,7 +49,6 @@ const IDLE_SITES: [&str; 4] = ["4*none", "4*none", "4*none", "4*none"];
 const IDLE_MEMBERS: u32 = 16;
 /// The addresses of hosts in a network.
 const ADDRESSES: [&str; 2] = ["10.78.0.11", "10.78.0.12"];
-const GUEST: &str = "web-7";
 /// The steps of paper 004's figures.
 const STEP: Duration = Duration::from_millis(500);
 /// How long a service is watched before and after a move.
@@ -131,6 +130,9 @@ struct Sites {
     product: Product,
     lab: Lab,
     uplink: LinkSpec,
+    /// The number of guests so far: each has a name of its own, since a guest that has moved away
+    /// is not started again.
+    guests: u32,
 }
 
 /// Measures the cases that are asked for. Their failures are rows.
@@ -177,19 +179,16 @@ impl Bench<'_> {
         sites.open(network::NETWORK, &agents, "relayed")?;
         let internet = sites.lab.internet()?;
         let link_bps = internet.measure_uplink(internet.site(0)?)?.rate_bps;
-        let mut shares = Vec::new();
-        for repeat in 1..=self.options.repeats() {
-            let row = sites.throughput(RELAYED, (0, repeat), self.time())?;
-            shares.push(row.throughput_bps / link_bps);
-            document.add_row(&row, &row.show());
+        for congestion in ["bbr", "cubic"] {
+            let mut shares = Vec::new();
+            for repeat in 1..=self.options.repeats() {
+                let row = sites.throughput((RELAYED, congestion), (0, repeat), self.time())?;
+                shares.push(row.throughput_bps / link_bps);
+                document.add_row(&row, &row.show());
+            }
+            let name = format!("relayed_share_of_link.{congestion}");
+            document.add_check(&name, median(shares), Sense::AtLeast, RELAYED_SHARE);
         }
-        let share = median(shares);
-        document.add_check(
-            "relayed_share_of_link",
-            share,
-            Sense::AtLeast,
-            RELAYED_SHARE,
-        );
         Ok(())
     }
 
@@ -204,7 +203,7 @@ impl Bench<'_> {
         let mut found: BTreeMap<u32, Vec<f64>> = BTreeMap::new();
         let mut measure = |idle: u32, document: &mut Document| -> Result<(), LabError> {
             for repeat in 1..=self.options.repeats().max(2) {
-                let row = sites.throughput(IDLE, (idle, repeat), self.time())?;
+                let row = sites.throughput((IDLE, "cubic"), (idle, repeat), self.time())?;
                 found.entry(idle).or_default().push(row.throughput_bps);
                 document.add_row(&row, &row.show());
             }
@@ -246,7 +245,7 @@ impl Bench<'_> {
     fn service(&self, document: &mut Document) -> Result<(), LabError> {
         let uplink = self.uplink(SERVICE_UPLINK)?;
         let mut sites = Sites::with_clients(SERVICE, uplink, self.options)?;
-        let mut beyond: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+        let mut beyond = Vec::new();
         let mut broken = 0_u32;
         let mut host = 0;
         sites.boot(256)?;
@@ -258,18 +257,16 @@ impl Bench<'_> {
                     host = 1 - host;
                     let gap = row.longest_gap_ms.zip(row.downtime_ms);
                     let gap = gap.map(|(gap, downtime)| gap - downtime - row.round_trip_ms);
-                    beyond.entry(workload).or_default().extend(gap);
+                    // Between two answers there is always a connection that is made.
+                    beyond.extend(gap.filter(|_| workload == "download"));
                 } else {
                     broken += 1;
                 }
             }
         }
         sites.end();
-        for (workload, values) in beyond {
-            let name = format!("gap_beyond_downtime_ms.{workload}");
-            let value = median(values);
-            document.add_check(&name, value, Sense::AtMost, GAP_BEYOND_MS);
-        }
+        let (name, beyond) = ("gap_beyond_downtime_ms", median(beyond));
+        document.add_check(name, beyond, Sense::AtMost, GAP_BEYOND_MS);
         document.add_check(
             "broken_services",
             Some(f64::from(broken)),
@@ -338,7 +335,13 @@ impl Sites {
             product,
             lab,
             uplink,
+            guests: 0,
         })
+    }
+
+    /// Returns the name of the newest guest.
+    fn guest(&self) -> String {
+        format!("web-{}", self.guests)
     }
 
     /// Creates two sites behind NATs, and a third with clients of the guests' network.
@@ -411,14 +414,14 @@ impl Sites {
 
     fn throughput(
         &self,
-        case: &'static str,
+        (case, congestion): (&'static str, &'static str),
         (idle_members, repeat): (u32, u32),
         time: Duration,
     ) -> Result<ThroughputRow, LabError> {
         interrupt::check()?;
         let hosts: [&Host; 2] = [self.lab.host(0)?, self.lab.host(1)?];
         let busy = Busy::now()?;
-        let transfer = iperf3::transfer(hosts, ADDRESSES[1], "cubic", Way::Forth, time)?;
+        let transfer = iperf3::transfer(hosts, ADDRESSES[1], congestion, Way::Forth, time)?;
         let busy_s = busy.elapsed_s()?;
         Ok(ThroughputRow {
             system: "longhaul",
@@ -429,7 +432,7 @@ impl Sites {
             idle_members,
             connected: self.way()?,
             way: Way::Forth,
-            congestion: "cubic",
+            congestion,
             throughput_bps: transfer.bps,
             cpu_s_per_gb: busy_s / (transfer.bps * time.as_secs_f64() / 8e9),
         })
@@ -437,12 +440,13 @@ impl Sites {
 
     /// Boots a guest of this memory on the first host, in the network.
     fn boot(&mut self, memory_mib: u64) -> Result<(), LabError> {
-        let mut guest = Tiny::calm(GUEST);
+        self.guests += 1;
+        let mut guest = Tiny::calm(&self.guest());
         guest.machine_version = "10.0".to_owned();
         guest.memory_mib = memory_mib;
         guest.serves_clients = true;
         let arena = Arena::new();
-        let socket = channel_socket(self.lab.host(0)?, GUEST, CHANNEL_NAME);
+        let socket = channel_socket(self.lab.host(0)?, &self.guest(), CHANNEL_NAME);
         arena
             .attach(&socket)
             .during(|| "listen to the guest".to_owned())?;
@@ -457,14 +461,14 @@ impl Sites {
     fn end(&self) {
         for host in 0..2 {
             // One of them does not have it.
-            let _ = self.product.stop_guest(host, GUEST);
+            let _ = self.product.stop_guest(host, &self.guest());
         }
     }
 
     fn move_guest(&self, (from, to): (usize, usize)) -> Result<Finished, LabError> {
         let target = self.lab.host(to)?;
         self.product
-            .migrate_within(from, GUEST, target, &[], MOVE_LIMIT)
+            .migrate_within(from, &self.guest(), target, &[], MOVE_LIMIT)
     }
 
     /// Moves the guest while a client uses it.
@@ -575,12 +579,13 @@ fn steps(over: &AtomicBool, began: Instant, counted: &dyn Fn() -> u64) -> Vec<f6
 impl ThroughputRow {
     fn show(&self) -> String {
         format!(
-            "{:<16} {:<10} #{}  {} idle members, {}  forth cubic {:>8.1} Mbit/s  {:.2} CPU s/GB",
+            "{:<16} {:<10} #{}  {} idle members, {}  forth {:<5} {:>8.1} Mbit/s  {:.2} CPU s/GB",
             self.case,
             self.system,
             self.repeat,
             self.idle_members,
             self.connected.as_deref().unwrap_or("not connected"),
+            self.congestion,
             self.throughput_bps / 1e6,
             self.cpu_s_per_gb
         )
