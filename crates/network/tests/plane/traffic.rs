@@ -5,7 +5,7 @@ use longhaul_lab::netns::{Namespace, command};
 use longhaul_network::plane::{LocalPort, PlaneConfig, PlaneEvent};
 use longhaul_network::tap::VlanFilter;
 use longhaul_overlay::offload::Offloads;
-use longhaul_overlay::seal::Suite;
+use longhaul_overlay::seal::{Kind, Suite};
 use longhaul_overlay::switch::{Reason, Vlans};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -123,6 +123,28 @@ fn all_protocols_pass_both_ways_as_super_frames() {
         let peer = world.peer_status(host, 1 - host);
         assert_eq!(peer.session.opened.forged + peer.session.opened.replayed, 0);
         assert!(peer.session.pulses < 100 && peer.connected && !peer.silent);
+    }
+}
+
+#[test]
+fn segments_of_tcp_are_short_and_fill_datagrams() {
+    if !is_root() {
+        return;
+    }
+    let mut world = World::blue(Setup::default());
+    let (a, b) = (world.station(0, BLUE, 1), world.station(1, BLUE, 2));
+    world.wait_for_mtu(1472);
+    for at in ["10.0.0.2", "[fd00::2]"] {
+        *world.hosts[0].udp.tapped.lock().unwrap() = Some(Vec::new());
+        transfer(&a, &b, at);
+        let tapped = world.hosts[0].udp.tapped.lock().unwrap().take();
+        let short = |datagram: &Vec<u8>| datagram[0] == Kind::ShortSegment as u8;
+        let sent = tapped.unwrap().into_iter().map(|(_, datagram)| datagram);
+        let (short, other): (Vec<_>, Vec<_>) = sent.partition(short);
+        let bytes = |datagrams: &[Vec<u8>]| datagrams.iter().map(Vec::len).sum::<usize>();
+        assert!(bytes(&short) > 10 * bytes(&other), "{at}");
+        let full = short.iter().filter(|datagram| datagram.len() == 1472);
+        assert!(full.count() > short.len() / 2, "{at}");
     }
 }
 
