@@ -328,7 +328,7 @@ const LIST: &[(&str, &str, usize, Shown)] = &[
         Passes("of a volume that cannot be read"),
     ),
     ("host/base_images.rs", "not_here", 1, InPlan(BASES)),
-    ("limits/peer_quota.rs", "is_elsewhere", 7, InPlan(KNOWN)),
+    ("limits/peer_quota.rs", "is_elsewhere", 6, InPlan(KNOWN)),
     ("limits/peer_quota.rs", "listed", 5, InPlan(LIMITS)),
     (
         "limits/peer_quota.rs",
@@ -343,7 +343,13 @@ const LIST: &[(&str, &str, usize, Shown)] = &[
         1,
         Shared("may_name", LISTED),
     ),
-    ("limits/peer_quota.rs", "refuse_older", 3, InPlan(KNOWN)),
+    ("limits/peer_quota.rs", "refuse_older", 2, InPlan(KNOWN)),
+    (
+        "limits/peer_quota.rs",
+        "right_of",
+        1,
+        Later("the right cannot be read"),
+    ),
     (
         "limits/peer_quota.rs",
         "sound",

@@ -18,7 +18,7 @@ use longhaul_protocol::guest::{GuestDescription, Nic};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{Generation, HostId, MigrationId};
-use longhaul_storage::{Holder, file_name};
+use longhaul_storage::{Holder, Right, file_name};
 use longhaul_transport::TrustedHost;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -251,14 +251,19 @@ fn sound(context: &Context, offer: &Offer) -> Result<(), Refusal> {
     is_elsewhere(context, &offer.guest.name)
 }
 
+/// Returns the right to run a guest, as this host knows it.
+fn right_of(context: &Context, guest: &str) -> Result<Option<Right>, Refusal> {
+    context.rights.get(guest).map_err(|error| {
+        let here = &context.parts.config.name;
+        let text = format!("{here} cannot tell who may run {guest}: {error}");
+        refusal(RefusalCode::Busy, text, None)
+    })
+}
+
 /// Checks that this host itself does not have the right to run a guest.
 fn is_elsewhere(context: &Context, guest: &str) -> Result<(), Refusal> {
     let here = &context.parts.config.name;
-    let right = context.rights.get(guest).map_err(|error| {
-        let text = format!("{here} cannot tell who may run {guest}: {error}");
-        refusal(RefusalCode::Busy, text, None)
-    })?;
-    match right.map(|right| right.holder) {
+    match right_of(context, guest)?.map(|right| right.holder) {
         Some(Holder::Here) => Err(refusal(
             RefusalCode::Busy,
             format!("{here} itself has the right to run {guest}: it cannot come from elsewhere"),
@@ -292,10 +297,7 @@ pub(crate) fn refuse_older(
         let text = format!("{here}: no guest has moved that often");
         return Err(refusal(RefusalCode::Invalid, text, None));
     }
-    let right = context.rights.get(guest).map_err(|error| {
-        let text = format!("{here} cannot tell who may run {guest}: {error}");
-        refusal(RefusalCode::Busy, text, None)
-    })?;
+    let right = right_of(context, guest)?;
     match right.filter(|right| right.generation > generation) {
         None => Ok(()),
         Some(right) => {
