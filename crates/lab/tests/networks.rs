@@ -421,6 +421,12 @@ const MAPPED: &str = "45.45.45.45";
 
 #[test]
 fn a_port_that_a_router_maps_makes_a_path_direct() {
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    if !std::env::split_paths(&folders).any(|folder| folder.join("miniupnpd").is_file()) {
+        assert!(!installed::all_required(), "miniupnpd is missing");
+        eprintln!("SKIPPED mapped ports: miniupnpd is missing: sudo scripts/install lab");
+        return;
+    }
     for by in ["PCP", "UPnP"] {
         let mut mapper = None;
         let maps = |lab: &Lab| {
