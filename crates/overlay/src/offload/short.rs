@@ -28,13 +28,13 @@ const USUAL_MTU_BYTES: usize = 1500;
 /// Bytes of the two MAC addresses.
 const MACS_BYTES: usize = 12;
 const SIZE_BYTES: usize = 2;
-/// What is left of an IPv4 header.
+/// Bytes of an IPv4 header that a short segment carries.
 const SHORT_IPV4_BYTES: usize = 12;
-/// What is left of an IPv6 header.
+/// Bytes of an IPv6 header that a short segment carries.
 const SHORT_IPV6_BYTES: usize = 37;
-/// What is left of a TCP header without options.
+/// Bytes of a TCP header without options that a short segment carries.
 const SHORT_TCP_BYTES: usize = 15;
-/// What is left of the time stamps.
+/// Bytes of the time stamps that a short segment carries.
 const SHORT_STAMPS_BYTES: usize = 8;
 /// What stands in front of time stamps: padding, their kind and length.
 const STAMPS_HEAD: [u8; 4] = [1, 1, 8, 10];

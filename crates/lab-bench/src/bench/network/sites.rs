@@ -135,7 +135,8 @@ struct Sites {
     guests: u32,
 }
 
-/// Measures the cases that are asked for. Their failures are rows.
+/// Measures the cases that are asked for. A move that fails is a row; any other failure ends the
+/// bench.
 pub(super) fn measure(options: &Options, document: &mut Document) -> Result<(), LabError> {
     let bench = Bench { options };
     for case in CASES
