@@ -371,13 +371,19 @@ impl Local {
     fn servers_are(&mut self, servers: Vec<ServerConfig>, now: Duration) {
         let mut known = std::mem::take(&mut self.servers);
         for config in servers.into_iter().take(SERVERS_MAX) {
-            let place = known.iter().position(|server| server.config == config);
-            let server = place.map(|place| known.swap_remove(place));
-            self.servers.push(server.unwrap_or_else(|| {
-                let mut server = Server::new(config, now, &self.tuning);
-                server.observe_from(&self.own, now, &self.tuning);
-                server
-            }));
+            let place = known
+                .iter()
+                .position(|server| server.config.id == config.id);
+            let mut server = match place.map(|place| known.swap_remove(place)) {
+                Some(server) if server.config == config => {
+                    self.servers.push(server);
+                    continue;
+                }
+                Some(server) => server.with(config, now, &self.tuning),
+                None => Server::new(config, now, &self.tuning),
+            };
+            server.observe_from(&self.own, now, &self.tuning);
+            self.servers.push(server);
         }
         for gone in known {
             if gone.tcp_is_wanted() {

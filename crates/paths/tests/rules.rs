@@ -435,3 +435,34 @@ fn servers_come_and_go() {
     assert!(asked(&mut local).1.contains(&LocalAction::CloseTcp(two.id)));
     assert_eq!(local.udp(), Udp::Unknown);
 }
+
+/// A host may be registered at a server before a name service has answered which addresses the
+/// server has.
+#[test]
+fn a_server_that_gets_its_addresses_late_knows_this_host_still() {
+    let mut server = ServerConfig {
+        id: SERVER,
+        name: "lyon-rendezvous".to_owned(),
+        addresses: Vec::new(),
+        relays: true,
+        tcp: true,
+    };
+    let mut local = Local::new(vec![server.clone()], 1, Tuning::default(), ms(0));
+    let own = LocalEvent::Addresses(vec![address("192.168.1.2:7000")]);
+    local.handle(own, ms(0));
+    let attached = LocalEvent::Attached {
+        server: SERVER,
+        attached: true,
+    };
+    local.handle(attached, ms(10));
+    server.addresses = vec![address("198.51.100.1:3478")];
+    local.handle(LocalEvent::Servers(vec![server]), ms(20));
+    let question = std::iter::from_fn(|| local.poll_action()).find_map(|action| match action {
+        LocalAction::Ask { id, address } => Some((id, address)),
+        _ => None,
+    });
+    let (id, from) = question.unwrap();
+    let mapped = address("203.0.113.1:7000");
+    local.handle(LocalEvent::Observed { id, from, mapped }, ms(30));
+    assert!(local.is_usable(SERVER, ms(40)));
+}

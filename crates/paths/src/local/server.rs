@@ -186,6 +186,14 @@ impl Server {
         }
     }
 
+    /// Returns the server under another configuration. Whether it knows this host, and its
+    /// connection over TCP, do not depend on its addresses.
+    pub(super) fn with(mut self, config: ServerConfig, now: Duration, tuning: &Tuning) -> Self {
+        self.config = config;
+        self.restart(now, tuning);
+        self
+    }
+
     /// Begins to ask the addresses that this host has the family of.
     pub(super) fn observe_from(&mut self, own: &[SocketAddr], now: Duration, tuning: &Tuning) {
         let addresses = self.config.addresses.iter();
