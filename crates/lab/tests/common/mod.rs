@@ -17,7 +17,7 @@ use longhaul_lab::lab::{Lab, Plan};
 use longhaul_lab::process::wait_until;
 use longhaul_lab::product::{Finished, Move, Product, Settings, channel_socket};
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -38,8 +38,8 @@ const WINDOW: Duration = Duration::from_millis(500);
 
 /// Guests under TCG share two cores badly: one test at a time.
 static TURN: Mutex<()> = Mutex::new(());
-/// Testing whether KVM works takes seconds, and each start of an agent would repeat it: once is
-/// sufficient.
+/// Testing whether KVM works takes seconds of a processor, and each start of an agent would repeat
+/// it.
 static ACCELERATOR: OnceLock<&str> = OnceLock::new();
 
 /// Two hosts, lyon and paris, each with its agent, and a link between them.
@@ -199,17 +199,23 @@ fn laboratory(
     (lab, product)
 }
 
-/// Returns the accelerator of guests on this machine.
+/// Returns the accelerator of guests on this machine, as an earlier test since its start found it.
 fn accelerator() -> &'static str {
-    let (_lab, product) = laboratory(
-        "accelerator",
-        &["10.0"],
-        "1gbit,0ms",
-        "auto",
-        &toml::Table::new(),
-    );
-    let kvm = product.has_kvm(0).unwrap();
-    if kvm { "kvm" } else { "tcg" }
+    let known = Path::new("/run/longhaul-lab-accelerator");
+    let found = fs::read_to_string(known).unwrap_or_else(|_| {
+        let (_lab, product) = laboratory(
+            "accelerator",
+            &["10.0"],
+            "1gbit,0ms",
+            "auto",
+            &toml::Table::new(),
+        );
+        let kvm = product.has_kvm(0).unwrap();
+        let found = if kvm { "kvm" } else { "tcg" };
+        fs::write(known, found).unwrap();
+        found.to_owned()
+    });
+    if found == "kvm" { "kvm" } else { "tcg" }
 }
 
 /// Returns the smallest guest, with a chipset and a QEMU version's machine.
