@@ -410,7 +410,7 @@ fn booting(emulator: &std::path::Path, machine: &str, console: &std::path::Path)
         "-kernel",
         kernel.to_str()?,
         "-append",
-        "console=ttyS0 panic=0",
+        "console=ttyS0 panic=0 cryptomgr.notests",
         "-serial",
     ]
     .map(str::to_owned)

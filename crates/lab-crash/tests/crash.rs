@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The number of cases in `make test`: about five minutes on two cores that run other tests too.
 const CASES: usize = 24;
 /// The number of moves back and forth; `lab soak` runs more.
-const MOVES: u32 = 6;
+const MOVES: u32 = 5;
 /// The seed of another choice of cases: the number that a run printed.
 const SEED: &str = "LONGHAUL_CRASH_SEED";
 

@@ -18,7 +18,7 @@ const NOT_YET: [&str; 0] = [];
 
 /// The lines that are tried with LONGHAUL_EVERY_CASE=1 only. What is special of them has other
 /// tests (`forms` and `words` of the hypervisor, `disk`).
-const AT_TIMES: [&str; 73] = [
+const AT_TIMES: [&str; 81] = [
     "acpi-table",
     "arch",
     "audio-option",
@@ -28,6 +28,7 @@ const AT_TIMES: [&str; 73] = [
     "bitmap-persistent",
     "bridges",
     "cdrom-empty",
+    "cdrom-medium",
     "clone",
     "clone-old",
     "copy-on-read",
@@ -35,6 +36,7 @@ const AT_TIMES: [&str; 73] = [
     "debian",
     "default-card",
     "drive-none-virtio",
+    "drive-throttled",
     "drive-virtio",
     "far-node",
     "floppy-q35",
@@ -45,6 +47,7 @@ const AT_TIMES: [&str; 73] = [
     "gnome-boxes",
     "ide-slots",
     "incus-hotplug",
+    "intel-iommu",
     "ipmi",
     "isa-cirrus",
     "kernel-one-liner",
@@ -65,11 +68,14 @@ const AT_TIMES: [&str; 73] = [
     "own-kernel",
     "podman-machine",
     "pve8-windows",
+    "pvscsi",
     "quickemu-windows",
     "readconfig",
+    "relative-path-qcow2",
     "runqemu",
     "sata",
     "scsi-without-id",
+    "seed-cd",
     "shared-memory",
     "smbios",
     "smbios-file",
@@ -78,6 +84,7 @@ const AT_TIMES: [&str; 73] = [
     "socket-net",
     "sockets",
     "spare-cpus",
+    "spice",
     "stays-after-shutdown",
     "tap-script",
     "throttle-shared",
@@ -87,6 +94,7 @@ const AT_TIMES: [&str; 73] = [
     "two-queues",
     "uefi-bios",
     "uefi-variables",
+    "utm",
     "vagrant-libvirt",
     "vdagent",
     "virt-install-debian",

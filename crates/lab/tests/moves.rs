@@ -13,7 +13,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 
 const LINK: &str = "400mbit,4ms";
 /// Some pages rewritten per second, so that there are later passes.
-const BUSY: u64 = 500;
+const BUSY: u64 = 200;
 
 /// The memory cache at the first host is used when the guest returns: as far as it was written to
 /// its file, and as far as it is unchanged.

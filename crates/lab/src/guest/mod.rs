@@ -86,7 +86,7 @@ impl Tiny {
     /// downtime.
     pub fn calm(name: &str) -> Self {
         Self {
-            beat_ms: 20,
+            beat_ms: 50,
             ..Self::new(name)
         }
     }

@@ -1,7 +1,7 @@
 //! A realm's hosts and servers on a virtual clock, by seed, with restarts, partitions, failing
 //! disks and a server that somebody has broken into.
 //!
-//! `LONGHAUL_SEEDS=N` runs other than 100 seeds, `LONGHAUL_SEED=N` runs one and prints its trace,
+//! `LONGHAUL_SEEDS=N` runs other than 60 seeds, `LONGHAUL_SEED=N` runs one and prints its trace,
 //! `LONGHAUL_VARIANT=NAME` runs a broken variant.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -45,7 +45,7 @@ fn nobody_becomes_or_stays_a_member_whatever_fails() {
         return print(seed, variant.unwrap_or(Variant::Genuine));
     }
     let mut done = world::Done::default();
-    let seeds = setting("LONGHAUL_SEEDS").unwrap_or(100);
+    let seeds = setting("LONGHAUL_SEEDS").unwrap_or(60);
     for seed in 0..seeds {
         let world = run(seed, Variant::Genuine, false);
         if let Some(failure) = world.failure {
@@ -66,7 +66,7 @@ fn nobody_becomes_or_stays_a_member_whatever_fails() {
 fn every_broken_variant_is_caught() {
     let mut missed = Vec::new();
     for variant in Variant::BROKEN {
-        let seeds = setting("LONGHAUL_SEEDS").unwrap_or(100);
+        let seeds = setting("LONGHAUL_SEEDS").unwrap_or(60);
         let failed = |seed| run(seed, variant, false).failure.map(|text| (seed, text));
         match (0..seeds).find_map(failed) {
             Some((seed, failure)) => say(&format!("{variant:?}: seed {seed}: {failure}")),
