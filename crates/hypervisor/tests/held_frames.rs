@@ -111,6 +111,9 @@ fn frames_are_delivered_once_and_only_to_the_guests_cards() {
     }
     run("mount", &["--make-rprivate", "/"]);
     run("mount", &["-t", "sysfs", "sysfs", "/sys"]);
+    // The kernel itself would send on them: IPv6 looks for routers and groups, at any time. Without
+    // IPv6 there is no such file.
+    let _ = std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1");
     let mut source = Tap::new("source0");
     let mut destination = Tap::new("dest0");
     let at_source = BTreeMap::from([(0, "source0".to_owned())]);
