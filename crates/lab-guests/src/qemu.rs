@@ -23,6 +23,8 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 /// How long the firmware may take to reach the boot sector. Guests without one are moved while they
 /// search for it.
 const BOOT_LIMIT: Duration = Duration::from_secs(4);
+/// How long a kernel may take to find its disk: its driver sets the disk's write cache.
+const DISK_LIMIT: Duration = Duration::from_secs(60);
 /// How long the firmware may take to give the screen's memory its addresses.
 const SCREEN_LIMIT: Duration = Duration::from_secs(60);
 /// The class of a screen, as the first byte of a PCI device's class.
@@ -121,6 +123,7 @@ fn prepare(line: &Line, made: &Material, socket: &Path) -> Result<(), LabError> 
         qmp.execute("cont", &json!({}))?;
     }
     wait_for_boot(&mut qmp)?;
+    wait_for_disk(line, made)?;
     wait_for_screen(&mut qmp)
 }
 
@@ -189,6 +192,21 @@ impl Starting<'_> {
 
 fn is_noise(line: &str) -> bool {
     line.trim().is_empty() || NOISE.iter().any(|part| line.contains(part))
+}
+
+/// Waits until the kernel of a line, if it has one with a console in a file, has found its disk.
+fn wait_for_disk(line: &Line, made: &Material) -> Result<(), LabError> {
+    const CONSOLE: &str = "file:{RUN}/console.log";
+    let has = |wanted: &str| line.argv.iter().any(|word| word == wanted);
+    if !has("{KERNEL}") || !has(CONSOLE) {
+        return Ok(());
+    }
+    let console = fill(CONSOLE.trim_start_matches("file:"), &made.values);
+    process::wait_until(DISK_LIMIT, || {
+        let said = fs::read(&console).unwrap_or_default();
+        String::from_utf8_lossy(&said).contains("[vda]") || interrupt::requested()
+    });
+    interrupt::check()
 }
 
 /// Waits until the firmware of a guest that runs has given the memory of its screen an address.

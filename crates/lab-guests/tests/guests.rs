@@ -64,7 +64,6 @@ const AT_TIMES: [&str; 81] = [
     "openbsd",
     "opnsense",
     "osx-kvm",
-    // Its guest changes the write cache of its disk whenever it has booted so far.
     "own-kernel",
     "podman-machine",
     "pve8-windows",
