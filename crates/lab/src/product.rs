@@ -32,7 +32,21 @@ pub struct Settings {
     pub accelerator: String,
 }
 
+/// The accelerator that an agent has found since this machine's start, `kvm` or `tcg`. Where KVM
+/// hangs, to find that out takes each agent some seconds of a processor.
+const FOUND_ACCELERATOR: &str = "/run/longhaul-lab/accelerator";
+
 impl Settings {
+    /// Returns the accelerator, as an earlier agent found it if that is left to the agents.
+    fn accelerator(&self) -> String {
+        let found = match self.accelerator.as_str() {
+            "auto" => fs::read_to_string(FOUND_ACCELERATOR).ok(),
+            _ => None,
+        };
+        let known = found.filter(|found| ["kvm", "tcg"].contains(&found.as_str()));
+        known.unwrap_or_else(|| self.accelerator.clone())
+    }
+
     /// Returns the tables of the configuration of a host, by its index.
     fn table(&self, index: usize, files: &KernelFiles) -> Result<toml::Table, LabError> {
         let text = |path: &Path| toml::Value::from(path.display().to_string());
@@ -51,7 +65,7 @@ impl Settings {
         let emulators = table(vec![("preferred", text(&installed::qemu(&label)?))]);
         let mut qemu = table(vec![
             ("default", "preferred".into()),
-            ("accelerator", self.accelerator.as_str().into()),
+            ("accelerator", self.accelerator().into()),
             ("emulators", emulators.into()),
         ]);
         run_as_own_user(&mut qemu);
@@ -114,7 +128,12 @@ impl Product {
             table.extend(more(index));
             Ok(table)
         })?;
-        Ok(Self { agents })
+        let product = Self { agents };
+        if settings.accelerator() == "auto" {
+            let found = if product.has_kvm(0)? { "kvm" } else { "tcg" };
+            fs::write(FOUND_ACCELERATOR, found).during(|| format!("write {FOUND_ACCELERATOR}"))?;
+        }
+        Ok(product)
     }
 
     /// Returns a host's agent.

@@ -6,6 +6,7 @@
 //! /run/longhaul-lab/ID/lock        held by the owner; free means that the owner is dead
 //! /run/longhaul-lab/ID/lab.json    the things to remove: namespaces, folders (a `Record`)
 //! /run/longhaul-lab/ID/*.sock      the links' and agents' sockets
+//! /run/longhaul-lab/accelerator    `kvm` or `tcg`, as an agent has found it
 //! ```
 
 use std::fs::{self, File, OpenOptions};

@@ -17,8 +17,8 @@ use longhaul_lab::lab::{Lab, Plan};
 use longhaul_lab::process::wait_until;
 use longhaul_lab::product::{Finished, Move, Product, Settings, channel_socket};
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -38,10 +38,6 @@ const WINDOW: Duration = Duration::from_millis(500);
 
 /// Guests under TCG share two cores badly: one test at a time.
 static TURN: Mutex<()> = Mutex::new(());
-/// Testing whether KVM works takes seconds of a processor, and each start of an agent would repeat
-/// it.
-static ACCELERATOR: OnceLock<&str> = OnceLock::new();
-
 /// Two hosts, lyon and paris, each with its agent, and a link between them.
 pub(crate) struct Stage {
     pub(crate) product: Product,
@@ -71,8 +67,7 @@ impl Stage {
             }
         }
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let accelerator = ACCELERATOR.get_or_init(accelerator);
-        let (lab, product) = laboratory(purpose, &qemus, link, accelerator, more);
+        let (lab, product) = laboratory(purpose, &qemus, link, more);
         Some(Self {
             product,
             lab,
@@ -176,13 +171,7 @@ pub(crate) fn boot(arena: &Arena, start: impl Fn(), end: impl Fn()) {
     panic!("a guest did not boot, {BOOTS} times");
 }
 
-fn laboratory(
-    purpose: &str,
-    qemus: &[&str],
-    link: &str,
-    accelerator: &str,
-    more: &toml::Table,
-) -> (Lab, Product) {
+fn laboratory(purpose: &str, qemus: &[&str], link: &str, more: &toml::Table) -> (Lab, Product) {
     let plan = Plan {
         purpose: format!("test: {purpose}"),
         hosts: 2,
@@ -193,29 +182,10 @@ fn laboratory(
     let files = KernelFiles::make(lab.host(0).unwrap().folder()).unwrap();
     let settings = Settings {
         qemus: qemus.iter().map(|version| (*version).to_owned()).collect(),
-        accelerator: accelerator.to_owned(),
+        accelerator: "auto".to_owned(),
     };
     let product = Product::start_with(&mut lab, &files, &settings, more).unwrap();
     (lab, product)
-}
-
-/// Returns the accelerator of guests on this machine, as an earlier test since its start found it.
-fn accelerator() -> &'static str {
-    let known = Path::new("/run/longhaul-lab-accelerator");
-    let found = fs::read_to_string(known).unwrap_or_else(|_| {
-        let (_lab, product) = laboratory(
-            "accelerator",
-            &["10.0"],
-            "1gbit,0ms",
-            "auto",
-            &toml::Table::new(),
-        );
-        let kvm = product.has_kvm(0).unwrap();
-        let found = if kvm { "kvm" } else { "tcg" };
-        fs::write(known, found).unwrap();
-        found.to_owned()
-    });
-    if found == "kvm" { "kvm" } else { "tcg" }
 }
 
 /// Returns the smallest guest, with a chipset and a QEMU version's machine.
