@@ -123,7 +123,7 @@ struct UpArguments {
         long,
         value_name = "KIND,KIND",
         value_delimiter = ',',
-        conflicts_with_all = ["hosts", "guest"]
+        conflicts_with = "hosts"
     )]
     nat: Vec<Access>,
     /// The seed of the random losses of a link
@@ -174,22 +174,7 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
         Action::Soak(options) => return crash::soak::command(&options),
         Action::Guests(options) => return guests::command(&options),
         Action::History(action) => return history::command(&action),
-        Action::Up(arguments) if arguments.foreground && !arguments.nat.is_empty() => {
-            sites::hold(arguments.nat, arguments.link, arguments.seed)?;
-        }
-        Action::Up(arguments) if arguments.foreground => up::hold(
-            Plan {
-                purpose: String::new(),
-                hosts: usize::from(arguments.hosts),
-                link: arguments.link,
-                seed: arguments.seed,
-            },
-            &Inhabitants {
-                agents: !arguments.bare,
-                guest: arguments.guest.is_some(),
-                qemu: arguments.qemu,
-            },
-        )?,
+        Action::Up(arguments) if arguments.foreground => hold(arguments)?,
         Action::Up(_) => up::up(&std::env::args().skip(1).collect::<Vec<_>>())?,
         Action::Down { id, all } => up::down(id.as_deref(), all)?,
         Action::Ls => up::ls()?,
@@ -213,4 +198,23 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Creates an interactive laboratory, and holds it until a signal requests the end.
+fn hold(arguments: UpArguments) -> Result<(), LabError> {
+    let inhabitants = Inhabitants {
+        agents: !arguments.bare,
+        guest: arguments.guest.is_some(),
+        qemu: arguments.qemu,
+    };
+    if !arguments.nat.is_empty() {
+        return sites::hold(arguments.nat, arguments.link, arguments.seed, &inhabitants);
+    }
+    let plan = Plan {
+        purpose: String::new(),
+        hosts: usize::from(arguments.hosts),
+        link: arguments.link,
+        seed: arguments.seed,
+    };
+    up::hold(plan, &inhabitants)
 }

@@ -1,27 +1,36 @@
-//! Implements `lab up --nat`: an interactive laboratory of sites behind NATs, and what its hosts
-//! reach.
+//! Implements `lab up --nat`: an interactive laboratory of sites behind NATs, what its hosts reach,
+//! and the realm that their agents join.
 
 use std::time::Duration;
 
 use longhaul_lab::error::LabError;
+use longhaul_lab::guest::network;
 use longhaul_lab::internet::access::{Access, Nat};
 use longhaul_lab::internet::probe::{Behaviour, Dependence, examine};
 use longhaul_lab::internet::{Internet, SitePlan, SitesPlan};
 use longhaul_lab::lab::{Host, Lab, say};
 use longhaul_lab::link::spec::LinkSpec;
+use longhaul_lab::product::Product;
+use longhaul_lab::realm::Realm;
 
-use crate::up;
+use crate::up::{self, Inhabitants};
 
 /// The uplink of the server and of the client.
 const BACKBONE_RATE_BPS: u64 = 1_000_000_000;
 const BACKBONE_RTT: Duration = Duration::from_millis(2);
+const GUEST: &str = network::GUEST_ADDRESS;
 
 /// Creates the laboratory and holds it until a signal requests the end. Its record is printed as
 /// one line of JSON when it is ready.
 ///
 /// # Errors
 /// When it cannot be created, or an uplink differs from the requested one.
-pub(crate) fn hold(sites: Vec<Access>, uplink: LinkSpec, seed: u64) -> Result<(), LabError> {
+pub(crate) fn hold(
+    sites: Vec<Access>,
+    uplink: LinkSpec,
+    seed: u64,
+    inhabitants: &Inhabitants,
+) -> Result<(), LabError> {
     let sites = sites
         .into_iter()
         .map(|access| SitePlan { access, uplink })
@@ -33,9 +42,48 @@ pub(crate) fn hold(sites: Vec<Access>, uplink: LinkSpec, seed: u64) -> Result<()
         backbone: LinkSpec::new(BACKBONE_RATE_BPS, BACKBONE_RTT),
         seed,
     })?;
-    let lines = reach(&lab, uplink)?;
+    let mut lines = reach(&lab, uplink)?;
+    // Named so that both live until the end.
+    let mut _realm = None;
+    let product = up::start_agents(&mut lab, inhabitants)?;
+    if let Some(product) = &product {
+        let realm = join(&mut lab, product)?;
+        lines.extend(of_realm(&lab, &realm)?);
+        _realm = Some(realm);
+        if inhabitants.guest {
+            up::start_guest(&mut lab, product, inhabitants, true)?;
+        }
+    }
     lab.note_reach(lines)?;
     up::stay(&lab)
+}
+
+/// Joins all hosts to a realm with a network, which clients of guests reach at the last host.
+fn join(lab: &mut Lab, product: &Product) -> Result<Realm, LabError> {
+    let realm = Realm::create(lab)?;
+    let hosts = 0..lab.hosts().len();
+    let agents = hosts
+        .map(|host| product.agent(host))
+        .collect::<Result<Vec<_>, _>>()?;
+    realm.join(lab, &agents)?;
+    realm.create_network(lab, network::NETWORK, &agents)?;
+    if let Some(last) = agents.last() {
+        let bridge = realm.bridge(last, network::NETWORK)?;
+        lab.add_clients_at(agents.len() - 1, &bridge)?;
+    }
+    Ok(realm)
+}
+
+/// Returns how the realm and its network are used.
+fn of_realm(lab: &Lab, realm: &Realm) -> Result<Vec<String>, LabError> {
+    let operator = lab.internet()?.client().namespace().name().to_owned();
+    let (network, folder) = (network::NETWORK, realm.folder().display());
+    Ok(vec![
+        format!("realm lab: all hosts are members of network {network}; its operator:"),
+        format!("  ip netns exec {operator} longhaul network list --folder {folder}"),
+        format!("clients in network {network}; the laboratory's guest has {GUEST}:"),
+        format!("  ip netns exec {} COMMAND", lab.clients()?.name()),
+    ])
 }
 
 /// Returns what the hosts reach: each to the server, as probed, and each pair of sites, by what
@@ -130,7 +178,7 @@ fn hardness(access: &Access) -> Option<Hardness> {
 fn way(first: &Access, second: &Access) -> &'static str {
     let udp = |access: &Access| hardness(access) != Some(Hardness::NoUdp);
     if !udp(first) || !udp(second) {
-        return "none: UDP is blocked, and servers relay UDP alone";
+        return "relayed by a server over TCP: UDP is blocked";
     }
     if first.v6 && second.v6 {
         return "direct by IPv6, when both send";

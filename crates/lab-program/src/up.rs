@@ -13,7 +13,7 @@ use longhaul_lab::error::{During, LabError};
 use longhaul_lab::guest::{KernelFiles, Tiny};
 use longhaul_lab::installed;
 use longhaul_lab::interrupt;
-use longhaul_lab::lab::{HOST_NAMES, Lab, Plan, print, say};
+use longhaul_lab::lab::{Lab, Plan, print, say};
 use longhaul_lab::link::Control;
 use longhaul_lab::link::spec::LinkSpec;
 use longhaul_lab::process::wait_until;
@@ -56,8 +56,10 @@ pub(crate) fn hold(mut plan: Plan, inhabitants: &Inhabitants) -> Result<(), LabE
             measured.loss * 100.0
         ));
     }
-    // Named so that it lives until the end.
-    let _product = inhabit(&mut lab, inhabitants)?;
+    let product = start_agents(&mut lab, inhabitants)?;
+    if let Some(product) = product.as_ref().filter(|_| inhabitants.guest) {
+        start_guest(&mut lab, product, inhabitants, false)?;
+    }
     stay(&lab)
 }
 
@@ -74,8 +76,14 @@ pub(crate) fn stay(lab: &Lab) -> Result<(), LabError> {
     Ok(())
 }
 
-/// Starts the processes on the hosts.
-fn inhabit(lab: &mut Lab, inhabitants: &Inhabitants) -> Result<Option<Product>, LabError> {
+/// Starts the agents that are asked for; a guest needs them too.
+///
+/// # Errors
+/// When one does not start.
+pub(crate) fn start_agents(
+    lab: &mut Lab,
+    inhabitants: &Inhabitants,
+) -> Result<Option<Product>, LabError> {
     if !inhabitants.agents && !inhabitants.guest {
         return Ok(None);
     }
@@ -84,15 +92,27 @@ fn inhabit(lab: &mut Lab, inhabitants: &Inhabitants) -> Result<Option<Product>, 
         qemus: vec![inhabitants.qemu.clone()],
         accelerator: "auto".to_owned(),
     };
-    let product = Product::start(lab, &files, &settings)?;
-    if inhabitants.guest {
-        let mut guest = Tiny::new(GUEST_NAME);
-        let version = installed::qemu_version(&installed::qemu(&inhabitants.qemu)?)?;
-        guest.machine_version = version.split('.').take(2).collect::<Vec<_>>().join(".");
-        product.start_guest(lab, 0, &guest.description())?;
-        lab.note_guest(HOST_NAMES[0], GUEST_NAME)?;
-    }
-    Ok(Some(product))
+    Product::start(lab, &files, &settings).map(Some)
+}
+
+/// Starts the laboratory's own guest on the first host. One that serves clients has a card in their
+/// network.
+///
+/// # Errors
+/// When it does not start.
+pub(crate) fn start_guest(
+    lab: &mut Lab,
+    product: &Product,
+    inhabitants: &Inhabitants,
+    serves_clients: bool,
+) -> Result<(), LabError> {
+    let mut guest = Tiny::new(GUEST_NAME);
+    let version = installed::qemu_version(&installed::qemu(&inhabitants.qemu)?)?;
+    guest.machine_version = version.split('.').take(2).collect::<Vec<_>>().join(".");
+    guest.serves_clients = serves_clients;
+    product.start_guest(lab, 0, &guest.description())?;
+    let name = lab.host(0)?.name().to_owned();
+    lab.note_guest(&name, GUEST_NAME)
 }
 
 fn print_record(record: &Record) -> io::Result<()> {

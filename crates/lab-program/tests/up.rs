@@ -123,7 +123,7 @@ fn ctrl_c_leaves_nothing() {
 #[test]
 fn sites_behind_nats_are_shown_with_what_they_reach_and_removed() {
     let kinds = "port-restricted,2*symmetric,no-udp";
-    let mut held = Held::start_with(&["--nat", kinds, "--link", "10mbit,4ms"]);
+    let mut held = Held::start_with(&["--bare", "--nat", kinds, "--link", "10mbit,4ms"]);
     let record = held.record.clone();
     let names: Vec<&str> = record.hosts.iter().map(|host| host.name.as_str()).collect();
     let expected = ["lyon-1", "paris-1", "paris-2", "oslo-1", "rv-1", "client"];
@@ -136,11 +136,31 @@ fn sites_behind_nats_are_shown_with_what_they_reach_and_removed() {
         "another port by the far end's address and port",
         "oslo-1: no UDP gets through",
         "lyon - paris: direct after a birthday search",
-        "lyon - oslo: none: UDP is blocked",
+        "lyon - oslo: relayed by a server over TCP",
     ] {
         assert!(reach.contains(line), "{line}: {reach}");
     }
     assert!(record.routers.len() >= 6, "{:?}", record.routers);
+    held.end_by(Signal::SIGTERM);
+    assert!(held.remains().is_empty(), "{:?}", held.remains());
+}
+
+#[test]
+fn agents_of_sites_join_a_realm_with_a_network() {
+    let mut held = Held::start_with(&["--nat", "port-restricted,none", "--link", "50mbit,4ms"]);
+    let record = held.record.clone();
+    let product = Path::new(env!("CARGO_BIN_EXE_lab")).with_file_name("longhaul");
+    for host in &record.hosts[..2] {
+        let mut command = Command::new(&product);
+        command.arg("--socket").arg(host.api.as_ref().unwrap());
+        let said = command.args(["--json", "host", "realm"]).output().unwrap();
+        let said = String::from_utf8_lossy(&said.stdout).into_owned();
+        assert!(said.contains("\"name\": \"clients\""), "{said}");
+    }
+    let clients = record.clients.expect("clients of the network");
+    assert!(Path::new("/run/netns").join(clients).exists());
+    let reach = record.reach.join("\n");
+    assert!(reach.contains("members of network clients"), "{reach}");
     held.end_by(Signal::SIGTERM);
     assert!(held.remains().is_empty(), "{:?}", held.remains());
 }

@@ -7,7 +7,7 @@ use crate::lab::{Host, Lab};
 use crate::process::{own_binary, wait_until};
 use serde_json::Value;
 use std::fs::{self, File};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -152,6 +152,11 @@ impl Realm {
         }
         realm.publish(lab)?;
         Ok(realm)
+    }
+
+    /// Returns the operator's folder, with the realm's key.
+    pub fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// Runs a command of the operator, at the client's site.
