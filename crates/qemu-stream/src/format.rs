@@ -25,6 +25,12 @@ pub(crate) mod command {
     pub(crate) const OPEN_RETURN_PATH: u16 = 1;
     pub(crate) const PING: u16 = 2;
     pub(crate) const POSTCOPY_ADVISE: u16 = 3;
+    pub(crate) const POSTCOPY_LISTEN: u16 = 4;
+    pub(crate) const POSTCOPY_RUN: u16 = 5;
+    pub(crate) const POSTCOPY_RAM_DISCARD: u16 = 6;
+    pub(crate) const PACKAGED: u16 = 7;
+    pub(crate) const POSTCOPY_RESUME: u16 = 9;
+    pub(crate) const RECV_BITMAP: u16 = 10;
     pub(crate) const SWITCHOVER_START: u16 = 11;
 }
 
@@ -41,6 +47,11 @@ pub(crate) mod flag {
     pub(crate) const MULTIFD_FLUSH: u64 = 0x200;
     pub(crate) const ALL: u64 = 0xfff;
 }
+
+/// The form of a list of discarded pages.
+pub(crate) const DISCARD_VERSION: u8 = 0;
+/// The most ranges that QEMU takes in one list.
+pub(crate) const DISCARDS_MAX: usize = 12;
 
 /// The version of section `ram` that 7.2 and 10.0 write.
 pub(crate) const RAM_VERSION: u32 = 4;

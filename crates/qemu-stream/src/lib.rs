@@ -28,4 +28,5 @@ mod writer;
 pub use format::{PAGE_SIZE, Page};
 pub use limits::Limits;
 pub use parser::{Content, Event, ParseError, Parser, Prelude, RamBlock};
+pub use vmdesc::device_sections;
 pub use writer::Writer;

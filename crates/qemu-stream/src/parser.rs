@@ -39,6 +39,8 @@ pub struct Prelude {
     /// The bytes, from the header up to the end of `ram`'s first section, which a destination takes
     /// unchanged. The announcement of post-copy is omitted.
     pub bytes: Vec<u8>,
+    /// The number of bytes up to section `ram`: further commands may follow there.
+    pub commands: usize,
     /// The versioned machine type.
     pub machine_type: String,
     /// The id of section `ram` in this stream.
@@ -195,6 +197,8 @@ pub struct Parser {
     /// The first bytes of an incomplete token.
     carry: Vec<u8>,
     prelude: Option<Vec<u8>>,
+    /// The length of the prelude before section `ram`.
+    commands: usize,
     /// Whether the newest token is omitted for a destination.
     left_out: bool,
     machine_type: String,
@@ -217,6 +221,7 @@ impl Parser {
             state: State::Header,
             carry: Vec::new(),
             prelude: Some(Vec::new()),
+            commands: 0,
             left_out: false,
             machine_type: String::new(),
             ram_section: None,
@@ -326,6 +331,9 @@ impl Parser {
         if !std::mem::take(&mut self.left_out) {
             prelude.extend_from_slice(bytes.get(..cursor.at).unwrap_or_default());
         }
+        if self.ram_section.is_none() {
+            self.commands = prelude.len();
+        }
         if prelude.len() > self.limits.prelude_bytes {
             return Err(ParseError::TooMuch {
                 what: "bytes before its first page",
@@ -340,6 +348,7 @@ impl Parser {
     fn take_prelude(&mut self) -> Option<Event> {
         Some(Event::Prelude(Prelude {
             bytes: self.prelude.take()?,
+            commands: self.commands,
             machine_type: self.machine_type.clone(),
             ram_section: self.ram_section?,
             blocks: self.blocks.clone(),

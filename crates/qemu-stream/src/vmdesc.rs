@@ -70,6 +70,14 @@ impl EndFinder {
     }
 }
 
+/// Returns the devices' sections of a device state, without the end mark and the description behind
+/// them, which a post-copy's package does not have. `None` when it has none.
+pub fn device_sections(device_state: &[u8]) -> Option<&[u8]> {
+    let mut finder = EndFinder::default();
+    finder.find(device_state)?;
+    device_state.get(..finder.from)
+}
+
 enum Scan {
     Ended,
     Unfinished,
@@ -138,5 +146,9 @@ mod tests {
         let length = bytes.len();
         bytes.extend([0; 9]);
         assert_eq!(EndFinder::default().find(&bytes), Some(length));
+        let sections = device_sections(&bytes).unwrap();
+        let end = described("{\"a\":[1,\"}\\\"\"]}");
+        assert_eq!([sections, &end, &[0; 9]].concat(), bytes);
+        assert_eq!(device_sections(&bytes[..length - 1]), None);
     }
 }

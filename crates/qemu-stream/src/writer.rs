@@ -1,8 +1,9 @@
 //! Writes the parts of a stream for a destination QEMU.
 
-use crate::format::{MAGIC, VERSION};
+use crate::format::{DISCARD_VERSION, DISCARDS_MAX, MAGIC, VERSION};
 use crate::format::{PAGE_SIZE, Page, RAM, RAM_VERSION, command, flag, mark};
 use crate::parser::{Prelude, RamBlock};
+use std::ops::Range;
 
 /// Appends a stream's parts to a buffer.
 ///
@@ -83,6 +84,71 @@ impl Writer {
         command(command::PING, &value.to_be_bytes(), out);
     }
 
+    /// Tells a destination that post-copy may follow, between [`Prelude::commands`] and the rest of
+    /// the prelude. It empties all of its RAM. Both ends have pages of [`PAGE_SIZE`].
+    pub fn postcopy_advise(out: &mut Vec<u8>) {
+        let size = (PAGE_SIZE as u64).to_be_bytes();
+        command(command::POSTCOPY_ADVISE, &[size, size].concat(), out);
+    }
+
+    /// Names pages of a block that the destination does not have, before
+    /// [`Self::postcopy_package`]. Returns `false` when there is no such block.
+    pub fn postcopy_discard(&self, block: usize, pages: &[Range<u64>], out: &mut Vec<u8>) -> bool {
+        let Some(ram) = self.blocks.get(block) else {
+            return false;
+        };
+        for some in pages.chunks(DISCARDS_MAX) {
+            let mut body = vec![DISCARD_VERSION];
+            name(&ram.name, &mut body);
+            body.push(0);
+            for range in some {
+                let bytes = |pages: u64| pages * PAGE_SIZE as u64;
+                body.extend(bytes(range.start).to_be_bytes());
+                body.extend(bytes(range.end - range.start).to_be_bytes());
+            }
+            command(command::POSTCOPY_RAM_DISCARD, &body, out);
+        }
+        true
+    }
+
+    /// Lets the destination load devices ([`device_sections`](crate::device_sections)) while pages
+    /// are missing, serve faults of its guest, and run.
+    pub fn postcopy_package(devices: &[u8], out: &mut Vec<u8>) {
+        let mut package = Vec::new();
+        command(command::POSTCOPY_LISTEN, &[], &mut package);
+        package.extend(devices);
+        command(command::POSTCOPY_RUN, &[], &mut package);
+        command(
+            command::PACKAGED,
+            &(package.len() as u32).to_be_bytes(),
+            out,
+        );
+        out.extend(package);
+    }
+
+    /// Asks a destination whose post-copy is paused which pages of a block it got. Returns `false`
+    /// when there is no such block.
+    pub fn received_bitmap(&self, block: usize, out: &mut Vec<u8>) -> bool {
+        let Some(ram) = self.blocks.get(block) else {
+            return false;
+        };
+        let mut body = Vec::new();
+        name(&ram.name, &mut body);
+        command(command::RECV_BITMAP, &body, out);
+        true
+    }
+
+    /// Lets a destination whose post-copy is paused go on. It asks again for the pages that its
+    /// guest waits for.
+    pub fn postcopy_resume(out: &mut Vec<u8>) {
+        command(command::POSTCOPY_RESUME, &[], out);
+    }
+
+    /// Ends the stream of a post-copy, behind the last section.
+    pub fn end(out: &mut Vec<u8>) {
+        out.push(mark::EOF);
+    }
+
     /// Writes a prelude with a return path, as QEMU does.
     pub fn prelude(machine_type: &str, ram_section: u32, blocks: &[RamBlock]) -> Vec<u8> {
         let mut out = Vec::new();
@@ -122,4 +188,52 @@ fn command(number: u16, body: &[u8], out: &mut Vec<u8>) {
 fn name(name: &str, out: &mut Vec<u8>) {
     out.push(name.len() as u8);
     out.extend(name.as_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn writer() -> Writer {
+        Writer {
+            ram_section: 2,
+            blocks: vec![RamBlock {
+                name: "pc.ram".to_owned(),
+                used_bytes: 100 * PAGE_SIZE as u64,
+            }],
+            recent_block: None,
+        }
+    }
+
+    #[test]
+    fn commands_of_post_copy_are_those_of_qemu() {
+        let mut out = Vec::new();
+        Writer::postcopy_advise(&mut out);
+        let page = [0, 0, 0, 0, 0, 0, 0x10, 0];
+        assert_eq!(out, [&[8, 0, 3, 0, 16][..], &page, &page].concat());
+
+        out.clear();
+        Writer::postcopy_package(b"devices", &mut out);
+        let package = [&[8, 0, 4, 0, 0][..], b"devices", &[8, 0, 5, 0, 0]].concat();
+        let head = [8, 0, 7, 0, 4, 0, 0, 0, 17];
+        assert_eq!(out, [&head[..], &package].concat());
+
+        out.clear();
+        assert!(writer().received_bitmap(0, &mut out));
+        Writer::postcopy_resume(&mut out);
+        assert_eq!(out, b"\x08\0\x0a\0\x07\x06pc.ram\x08\0\x09\0\0");
+        assert!(!writer().received_bitmap(1, &mut out));
+    }
+
+    #[test]
+    fn discarded_pages_are_listed_by_twelve() {
+        let pages: Vec<Range<u64>> = (0..13).map(|at| at * 3..at * 3 + 2).collect();
+        let mut out = Vec::new();
+        assert!(writer().postcopy_discard(0, &pages, &mut out));
+        let head = |bytes: u8| [&[8, 0, 6, 0, bytes, 0, 6][..], b"pc.ram\0"].concat();
+        let range = |at: u64| [(at * 3 * 4096).to_be_bytes(), 8192_u64.to_be_bytes()].concat();
+        let first: Vec<u8> = (0..12).flat_map(range).collect();
+        let expected = [head(9 + 12 * 16), first, head(9 + 16), range(12)].concat();
+        assert_eq!(out, expected);
+    }
 }

@@ -76,8 +76,14 @@ fn prelude() -> Prelude {
         block("pc.bios", 4),
         block("/rom@etc/acpi/tables", 2),
     ];
+    let bytes = Writer::prelude("pc-q35-10.0", 2, &blocks);
+    // The section's mark, id, and name.
+    let section = bytes
+        .windows(9)
+        .position(|at| at == b"\x01\0\0\0\x02\x03ram");
     Prelude {
-        bytes: Writer::prelude("pc-q35-10.0", 2, &blocks),
+        bytes,
+        commands: section.unwrap(),
         machine_type: "pc-q35-10.0".to_owned(),
         ram_section: 2,
         blocks,
