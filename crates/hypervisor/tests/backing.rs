@@ -7,7 +7,6 @@
 )]
 
 mod common;
-#[allow(dead_code, reason = "the smaller part of it is used")]
 mod payload;
 
 use common::{MACHINES, emulators};

@@ -7,7 +7,6 @@
 )]
 
 mod common;
-#[allow(dead_code, reason = "the other tests use the rest of it")]
 mod payload;
 
 use common::emulators;

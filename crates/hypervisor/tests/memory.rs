@@ -10,19 +10,16 @@ mod common;
 mod payload;
 
 use common::{MACHINES, does_not_load, emulators, machines};
-use longhaul_hypervisor::memory::{
-    Event, Frozen, GuestMemory, Incoming, IncomingError, Outgoing, OutgoingError, Prelude, Written,
-};
+use longhaul_hypervisor::memory::{Event, Frozen, GuestMemory, Incoming, IncomingError, Outgoing};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use longhaul_qemu_stream as stream;
+use payload::source::{LIMIT, Source, assert_equal};
 use payload::{Payload, Qemu, Spec};
 use serde_json::json;
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-const LIMIT: Duration = Duration::from_secs(300);
 /// How long a mover waits for a pass before it goes on without one.
 const PASS_PATIENCE: Duration = Duration::from_secs(4);
 
@@ -32,101 +29,6 @@ fn emulator(label: &str) -> Option<PathBuf> {
         println!("QEMU {label} is not here (scripts/install lab): NOT tested with it");
     }
     found.map(|(_, path)| path)
-}
-
-/// The pages that the destination does not have.
-#[derive(Default)]
-struct Pending {
-    pages: BTreeSet<(usize, u64)>,
-}
-
-impl Pending {
-    fn add(&mut self, written: &Written) {
-        for run in &written.runs {
-            self.pages
-                .extend(run.blocks().map(|page| (written.block, page)));
-        }
-    }
-
-    /// Sends all pages; a page stops being pending before its content is read.
-    fn send(&mut self, source: &GuestMemory, destination: &GuestMemory) {
-        let pages: Vec<(usize, u64)> = std::mem::take(&mut self.pages).into_iter().collect();
-        for batch in pages.chunks(64) {
-            for block in 0..source.blocks().len() {
-                let pages = batch.iter().filter(|(of, _)| *of == block);
-                let ranges: Vec<BlockRange> =
-                    pages.map(|(_, page)| BlockRange::new(*page, 1)).collect();
-                if ranges.is_empty() {
-                    continue;
-                }
-                let mut content = vec![0; ranges.len() * BLOCK_SIZE];
-                source.read(block, &ranges, &mut content).unwrap();
-                let name = &source.blocks()[block].name;
-                let at = destination.find(name).unwrap();
-                destination.write(at, &ranges, &content).unwrap();
-            }
-        }
-    }
-}
-
-/// A source under way.
-struct Source {
-    memory: Arc<GuestMemory>,
-    outgoing: Outgoing,
-    prelude: Prelude,
-    pending: Pending,
-    restarts: u32,
-}
-
-impl Source {
-    async fn start(qemu: &Qemu) -> Self {
-        let memory = Arc::new(qemu.memory().await);
-        let path = qemu.folder.path().join("outgoing");
-        let started = Outgoing::start(&qemu.qmp, Arc::clone(&memory), &path, None).await;
-        let (outgoing, prelude) = started.unwrap();
-        Self {
-            memory,
-            outgoing,
-            prelude,
-            pending: Pending::default(),
-            restarts: 0,
-        }
-    }
-
-    async fn event(&mut self) -> Event {
-        let event = tokio::time::timeout(LIMIT, self.outgoing.next_event()).await;
-        let Ok(event) = event else {
-            panic!("no event; {:?}", self.outgoing.progress());
-        };
-        match &event {
-            Event::Written(written) => self.pending.add(written),
-            Event::Failed(why) => panic!("failed: {why}"),
-            Event::Restarted => self.restarts += 1,
-            _ => {}
-        }
-        event
-    }
-
-    /// Reads on until a pass is held, and returns its number: 1 where the guest writes nothing. A
-    /// QEMU that writes quickly begins its second pass before the first is read to the place where
-    /// it is held.
-    async fn held(&mut self) -> u64 {
-        loop {
-            if let Event::Held { pass, .. } = self.event().await {
-                return pass;
-            }
-        }
-    }
-
-    async fn freeze(&mut self) -> Result<Frozen, OutgoingError> {
-        let frozen = tokio::time::timeout(LIMIT, self.outgoing.freeze())
-            .await
-            .expect("frozen");
-        let frozen = frozen?;
-        let written = frozen.written.iter().chain(&frozen.changed);
-        written.for_each(|written| self.pending.add(written));
-        Ok(frozen)
-    }
 }
 
 /// Moves a guest after `passes` passes, or fewer when it writes too little for another; both QEMUs
@@ -161,39 +63,6 @@ async fn move_guest(source: &Qemu, to: &Spec, passes: u64) -> (Qemu, Frozen) {
     );
     assert_equal(&moving.memory, &memory);
     (destination, frozen)
-}
-
-/// Asserts that both have the same content in all blocks that are read from outside.
-fn assert_equal(source: &GuestMemory, destination: &GuestMemory) {
-    let mut compared = 0;
-    for (index, block) in source.blocks().iter().enumerate() {
-        if block.is_kept() {
-            continue;
-        }
-        let at = destination.find(&block.name).unwrap();
-        let mut different = Vec::new();
-        for start in (0..block.blocks()).step_by(256) {
-            let range = [BlockRange::new(start, 256.min(block.blocks() - start))];
-            let length = range[0].count as usize * BLOCK_SIZE;
-            let (mut ours, mut theirs) = (vec![0; length], vec![0; length]);
-            source.read(index, &range, &mut ours).unwrap();
-            destination.read(at, &range, &mut theirs).unwrap();
-            let pairs = ours.chunks(BLOCK_SIZE).zip(theirs.chunks(BLOCK_SIZE));
-            let unequal = pairs
-                .zip(start..)
-                .filter(|((ours, theirs), _)| ours != theirs);
-            different.extend(unequal.map(|(_, page)| page));
-            compared += range[0].count;
-        }
-        assert!(
-            different.is_empty(),
-            "{}: {} pages differ: {:?}",
-            block.name,
-            different.len(),
-            &different[..different.len().min(10)]
-        );
-    }
-    assert!(compared >= 16_384, "{compared} pages compared");
 }
 
 async fn runs(qemu: &Qemu, payload: Payload) {

@@ -3,7 +3,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
-#[allow(dead_code, reason = "each test file uses what it needs")]
 mod payload;
 
 use common::{MACHINES, does_not_load, emulators, machines};

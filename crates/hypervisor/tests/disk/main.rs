@@ -15,7 +15,6 @@ mod forms;
 mod growing;
 mod held;
 mod load;
-#[allow(dead_code, reason = "the smaller part of it is used elsewhere")]
 #[path = "../payload/mod.rs"]
 mod payload;
 mod plain;

@@ -1,5 +1,9 @@
 //! Provides a QEMU whose guest dirties memory without a BIOS or a kernel, started in milliseconds.
 
+#![allow(dead_code, reason = "each test file uses what it needs")]
+
+pub(crate) mod source;
+
 use longhaul_hypervisor::Qmp;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_protocol::BlockRange;
