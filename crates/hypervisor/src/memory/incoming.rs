@@ -3,12 +3,15 @@
 //!
 //! ```text
 //! start(prelude) -> WAITS (RAM may be written from outside) -- finish(tail) --> LOADED (paused)
+//!
+//! start_for_postcopy(prelude) -> WAITS -- load_without(missing) --> LOADED, and an `Arriving`
 //! ```
 
+use super::arriving::{Arriving, Missing};
 use super::source::{SourceError, run_state, set_capabilities};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_qemu_stream::return_path::{self, Message, ReturnPathError};
-use longhaul_qemu_stream::{Event, Limits, ParseError, Parser};
+use longhaul_qemu_stream::{Event, Limits, ParseError, Parser, Prelude, Writer, device_sections};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -19,9 +22,11 @@ use tokio::net::UnixStream;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time limit for QEMU to load the devices.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
-const POLL: Duration = Duration::from_millis(2);
-/// The maximum length of a bitmap from QEMU: none is expected before post-copy.
+pub(super) const POLL: Duration = Duration::from_millis(2);
+/// The maximum length of a bitmap from QEMU: none is expected without a pause of post-copy.
 const BITMAP_BYTES_MAX: u64 = 0;
+/// Our own ping: when QEMU answers it has emptied its RAM.
+const PING_EMPTY: u32 = 0x4c48_0001;
 
 /// A QEMU that waits for a guest.
 #[derive(Debug)]
@@ -30,10 +35,11 @@ pub struct Incoming {
     socket: UnixStream,
     parser: Parser,
     back: return_path::Parser,
+    prelude: Prelude,
 }
 
 /// A guest that is loaded and paused.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Loaded {
     /// Time from the tail's first byte to QEMU's report that everything is loaded.
     pub load_time: Duration,
@@ -85,40 +91,89 @@ impl Incoming {
     ///
     /// When this has returned the guest's RAM may be written from outside.
     pub async fn start(qmp: &Qmp, path: &Path, prelude: &[u8]) -> Result<Self, IncomingError> {
+        // QEMU 10.0 activates disks late by itself, and accepts the name.
+        let late = std::iter::once(("late-block-activate", true));
+        let mut incoming = Self::open(qmp, path, prelude, late).await?;
+        incoming.send(path, prelude).await?;
+        Ok(incoming)
+    }
+
+    /// As [`Self::start`], for a guest that may run before all of its RAM has arrived
+    /// ([`Self::load_without`]). All of it must have pages of 4 KiB. QEMU refuses where it cannot
+    /// use userfaultfd.
+    pub async fn start_for_postcopy(
+        qmp: &Qmp,
+        path: &Path,
+        prelude: &[u8],
+    ) -> Result<Self, IncomingError> {
+        let both = [("late-block-activate", true), ("postcopy-ram", true)];
+        let mut incoming = Self::open(qmp, path, prelude, both.into_iter()).await?;
+        let (commands, section) = prelude.split_at(incoming.prelude.commands);
+        let mut begin = commands.to_vec();
+        Writer::postcopy_advise(&mut begin);
+        begin.extend(section);
+        Writer::new(&incoming.prelude).ping(PING_EMPTY, &mut begin);
+        incoming.send(path, &begin).await?;
+        let emptied = tokio::time::timeout(LOAD_TIMEOUT, incoming.wait_for_pong(PING_EMPTY)).await;
+        match emptied {
+            Ok(Ok(())) => Ok(incoming),
+            Ok(Err(error)) => Err(reason(qmp, error).await),
+            Err(_) => Err(reason(qmp, IncomingError::Timeout(LOAD_TIMEOUT)).await),
+        }
+    }
+
+    async fn open(
+        qmp: &Qmp,
+        path: &Path,
+        prelude: &[u8],
+        capabilities: impl Iterator<Item = (&str, bool)>,
+    ) -> Result<Self, IncomingError> {
         let mut parser = Parser::new(Limits::default());
         let mut input = prelude;
-        match parser.next(&mut input)? {
-            Some(Event::Prelude(_)) if input.is_empty() => {}
+        let parsed = match parser.next(&mut input)? {
+            Some(Event::Prelude(parsed)) if input.is_empty() => parsed,
             _ => {
                 return Err(IncomingError::Content(
                     "it does not begin with a list of RAM blocks",
                 ));
             }
-        }
-        // QEMU 10.0 activates disks late by itself, and accepts the name.
-        let late = std::iter::once(("late-block-activate", true));
-        set_capabilities(qmp, late).await?;
+        };
+        set_capabilities(qmp, capabilities).await?;
         let uri = format!("unix:{}", path.display());
         listen(qmp, &uri).await?;
-        let failed = |error: std::io::Error| IncomingError::Socket {
-            path: path.to_owned(),
-            why: error.to_string(),
-        };
-        let connecting = tokio::time::timeout(CONNECT_TIMEOUT, UnixStream::connect(path));
-        let connected = match connecting.await {
-            Ok(connected) => connected.map_err(failed),
-            Err(_) => Err(failed(std::io::ErrorKind::TimedOut.into())),
-        };
-        // No other client may connect. An error means that the file is gone already.
-        let _ = std::fs::remove_file(path);
-        let mut socket = connected?;
-        socket.write_all(prelude).await.map_err(failed)?;
         Ok(Self {
             qmp: qmp.clone(),
-            socket,
+            socket: connect(path).await?,
             parser,
             back: return_path::Parser::new(BITMAP_BYTES_MAX),
+            prelude: parsed,
         })
+    }
+
+    async fn send(&mut self, path: &Path, bytes: &[u8]) -> Result<(), IncomingError> {
+        let sent = self.socket.write_all(bytes).await;
+        sent.map_err(|error| unreachable_at(path, &error))
+    }
+
+    /// Reads QEMU's answers up to that to a ping.
+    async fn wait_for_pong(&mut self, ping: u32) -> Result<(), IncomingError> {
+        let mut buffer = [0; 4096];
+        loop {
+            let length = self.socket.read(&mut buffer).await.unwrap_or(0);
+            let mut input = buffer.get(..length).unwrap_or_default();
+            if input.is_empty() {
+                return Err(IncomingError::Ended);
+            }
+            while let Some(message) = self.back.next(&mut input)? {
+                match message {
+                    Message::Pong(value) if value == ping => return Ok(()),
+                    Message::Shut(_) => {
+                        return Err(IncomingError::Refused("it does not say why".to_owned()));
+                    }
+                    _ => {}
+                }
+            }
+        }
     }
 
     /// Sends QEMU the tail, and waits until it has loaded everything and is paused.
@@ -130,21 +185,62 @@ impl Incoming {
         let exchange = tokio::time::timeout(LOAD_TIMEOUT, self.exchange(tail)).await;
         match exchange {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => return Err(self.reason(error).await),
-            Err(_) => return Err(self.reason(IncomingError::Timeout(LOAD_TIMEOUT)).await),
+            Ok(Err(error)) => return Err(reason(&self.qmp, error).await),
+            Err(_) => return Err(reason(&self.qmp, IncomingError::Timeout(LOAD_TIMEOUT)).await),
         }
         loop {
-            let state = run_state(&self.qmp).await?;
-            match state.as_str() {
-                // It was stopped at the source with an I/O error, and has the same state here.
-                "paused" | "prelaunch" | "io-error" => break,
-                "inmigrate" if start.elapsed() < LOAD_TIMEOUT => tokio::time::sleep(POLL).await,
-                _ => return Err(self.reason(IncomingError::State(state)).await),
+            if is_loaded(&self.qmp, start).await? {
+                return Ok(Loaded {
+                    load_time: start.elapsed(),
+                });
+            }
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// Lets QEMU load the tail without these pages, which are none of kept blocks: they arrive when
+    /// the guest may run already. Every other block of RAM must be written before, or is zero.
+    ///
+    /// There must be a missing page: QEMU does not load a guest by post-copy without any. Devices
+    /// may wait for pages while they are loaded, so the caller serves requests from now on.
+    pub async fn load_without(
+        mut self,
+        tail: &[u8],
+        missing: &[Missing],
+    ) -> Result<Arriving, IncomingError> {
+        let (kept, devices) = self.parts(tail)?;
+        let mut out = kept.to_vec();
+        let writer = Writer::new(&self.prelude);
+        for missing in missing {
+            if !writer.postcopy_discard(missing.block, &missing.pages, &mut out) {
+                return Err(IncomingError::Content("it has no such RAM block"));
             }
         }
-        Ok(Loaded {
-            load_time: start.elapsed(),
-        })
+        Writer::postcopy_package(devices, &mut out);
+        let mut arriving = Arriving::new(self.qmp, self.socket, self.back, &self.prelude, missing);
+        arriving.begin(out).await?;
+        Ok(arriving)
+    }
+
+    /// Returns the sections with kept blocks, and those of the devices, of a tail.
+    fn parts<'a>(&mut self, tail: &'a [u8]) -> Result<(&'a [u8], &'a [u8]), IncomingError> {
+        /// The mark and the id of a section.
+        const SECTION_HEAD: usize = 5;
+        let mut input = tail;
+        let (mut last, mut devices) = (None, None);
+        while let Some(event) = self.parser.next(&mut input)? {
+            let at = tail.len() - input.len();
+            match event {
+                Event::SectionStart { last: true } => last = Some(at - SECTION_HEAD),
+                Event::SectionEnd => devices = tail.get(at..),
+                _ => {}
+            }
+        }
+        let kept = last.and_then(|last| tail.get(..last));
+        match (kept, devices.and_then(device_sections)) {
+            (Some(kept), Some(devices)) if input.is_empty() => Ok((kept, devices)),
+            _ => Err(IncomingError::Content("it does not end with the devices")),
+        }
     }
 
     /// Checks the whole tail before QEMU gets its first byte.
@@ -194,15 +290,45 @@ impl Incoming {
             () = written => Err(IncomingError::Ended),
         }
     }
+}
 
-    /// Returns QEMU's own error message, where it has one.
-    async fn reason(&self, error: IncomingError) -> IncomingError {
-        let status = self.qmp.query("query-migrate").await;
-        let text = status.ok().and_then(|status| {
-            let text = status["error-desc"].as_str()?;
-            Some(text.to_owned())
-        });
-        text.map_or(error, IncomingError::Refused)
+/// Returns whether QEMU has loaded the guest: it is paused, or as it was at the source.
+pub(super) async fn is_loaded(qmp: &Qmp, start: Instant) -> Result<bool, IncomingError> {
+    let state = run_state(qmp).await?;
+    match state.as_str() {
+        // It was stopped at the source with an I/O error, and has the same state here.
+        "paused" | "prelaunch" | "io-error" => Ok(true),
+        "inmigrate" if start.elapsed() < LOAD_TIMEOUT => Ok(false),
+        _ => Err(reason(qmp, IncomingError::State(state)).await),
+    }
+}
+
+/// Returns QEMU's own error message, where it has one.
+pub(super) async fn reason(qmp: &Qmp, error: IncomingError) -> IncomingError {
+    let status = qmp.query("query-migrate").await;
+    let text = status.ok().and_then(|status| {
+        let text = status["error-desc"].as_str()?;
+        Some(text.to_owned())
+    });
+    text.map_or(error, IncomingError::Refused)
+}
+
+/// Connects with a QEMU that listens.
+pub(super) async fn connect(path: &Path) -> Result<UnixStream, IncomingError> {
+    let connecting = tokio::time::timeout(CONNECT_TIMEOUT, UnixStream::connect(path));
+    let connected = match connecting.await {
+        Ok(connected) => connected.map_err(|error| unreachable_at(path, &error)),
+        Err(_) => Err(unreachable_at(path, &std::io::ErrorKind::TimedOut.into())),
+    };
+    // No other client may connect. An error means that the file is gone already.
+    let _ = std::fs::remove_file(path);
+    connected
+}
+
+fn unreachable_at(path: &Path, error: &std::io::Error) -> IncomingError {
+    IncomingError::Socket {
+        path: path.to_owned(),
+        why: error.to_string(),
     }
 }
 

@@ -63,6 +63,7 @@
 //! guest's RAM with it, page by page: differences are in [`Frozen::changed`].
 
 mod address_map;
+mod arriving;
 mod backing;
 mod fingerprints;
 mod guest_memory;
@@ -75,6 +76,7 @@ mod source;
 mod unused;
 
 pub(crate) use address_map::{is_unnamed, shared_files};
+pub use arriving::{Arriving, ArrivingEvent, Missing, Request};
 pub(crate) use guest_memory::KEPT_BLOCK_BYTES_MAX;
 pub use guest_memory::{AccessError, AttachError, GuestMemory, MemoryBlock};
 pub use incoming::{Incoming, IncomingError, Loaded};

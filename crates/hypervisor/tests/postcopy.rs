@@ -1,0 +1,291 @@
+//! Tests guests that run before all of their memory has arrived, between two real QEMUs on one
+//! machine, from a source that knows nothing of post-copy.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stdout
+)]
+
+mod common;
+mod payload;
+
+use common::{emulators, machines};
+use longhaul_hypervisor::memory::{
+    Arriving, ArrivingEvent, Frozen, GuestMemory, Incoming, Missing, Prelude,
+};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange};
+use longhaul_qemu_stream::Page;
+use payload::source::{LIMIT, Source, assert_equal};
+use payload::{Payload, Qemu, Spec, main_block};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Pages given at once.
+const BATCH: usize = 64;
+
+/// A guest that is stopped at the source, and loaded at the destination without some pages.
+struct Moved {
+    source: Arc<GuestMemory>,
+    destination: Qemu,
+    memory: GuestMemory,
+    arriving: Arriving,
+    /// The pages that the destination does not have, by the place of their block at the source.
+    missing: BTreeSet<(usize, u64)>,
+    /// The place in the stream's list of each block of the source.
+    places: Vec<usize>,
+    /// The list of RAM blocks, and the pages that were missing when the guest was loaded.
+    prelude: Prelude,
+    discards: Vec<Missing>,
+    faults: usize,
+    began: Instant,
+}
+
+/// Returns ranges of pages, from pages in ascending order.
+fn ranges(pages: impl Iterator<Item = u64>) -> Vec<Range<u64>> {
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    for page in pages {
+        match ranges.last_mut().filter(|range| range.end == page) {
+            Some(range) => range.end += 1,
+            None => ranges.push(page..page + 1),
+        }
+    }
+    ranges
+}
+
+impl Moved {
+    /// Moves a guest after one pass: what is pending then is missing, and so are `more` pages of
+    /// its main memory.
+    async fn start(source: &Qemu, to: &Spec, more: Range<u64>) -> Self {
+        let mut moving = Source::start(source).await;
+        let destination = Qemu::waiting(to).await;
+        let memory = destination.memory().await;
+        let path = destination.folder.path().join("incoming");
+        let prelude = &moving.prelude;
+        let incoming = Incoming::start_for_postcopy(&destination.qmp, &path, &prelude.bytes).await;
+        let incoming = incoming.unwrap();
+        moving.held().await;
+        let main = main_block(&moving.memory);
+        let later: BTreeSet<(usize, u64)> = more.map(|page| (main, page)).collect();
+        moving.pending.pages.retain(|page| !later.contains(page));
+        moving.pending.send(&moving.memory, &memory);
+        let Frozen { tail, .. } = moving.freeze().await.unwrap();
+        assert_eq!(source.state().await, "postmigrate");
+        let blocks = moving.memory.blocks();
+        let mut missing = later;
+        missing.extend(&moving.pending.pages);
+        missing.retain(|(block, _)| !blocks[*block].is_kept());
+        let place = |name: &str| {
+            let mut blocks = moving.prelude.blocks.iter();
+            blocks.position(|block| block.name == name).unwrap()
+        };
+        let places: Vec<usize> = blocks.iter().map(|block| place(&block.name)).collect();
+        let mut by_block: BTreeMap<usize, Vec<u64>> = BTreeMap::new();
+        for (block, page) in &missing {
+            by_block.entry(places[*block]).or_default().push(*page);
+        }
+        let discards: Vec<Missing> = by_block
+            .into_iter()
+            .map(|(block, pages)| Missing {
+                block,
+                pages: ranges(pages.into_iter()),
+            })
+            .collect();
+        let began = Instant::now();
+        let arriving = incoming.load_without(&tail, &discards).await.unwrap();
+        assert_eq!(arriving.missing(), missing.len() as u64);
+        Self {
+            source: moving.memory,
+            destination,
+            memory,
+            arriving,
+            missing,
+            places,
+            prelude: moving.prelude,
+            discards,
+            faults: 0,
+            began,
+        }
+    }
+
+    /// Serves what the guest waits for until the devices are loaded.
+    async fn loaded(&mut self) {
+        loop {
+            let event = tokio::time::timeout(LIMIT, self.arriving.next_event()).await;
+            match event.expect("an event").unwrap() {
+                ArrivingEvent::Loaded(loaded) => {
+                    println!(
+                        "loaded in {:?} with {} pages missing, {} asked for; {:?} in all",
+                        loaded.load_time,
+                        self.arriving.missing(),
+                        self.faults,
+                        self.began.elapsed()
+                    );
+                    return;
+                }
+                ArrivingEvent::Request(request) => {
+                    self.serve(request.block, request.pages.start).await;
+                }
+            }
+        }
+    }
+
+    async fn serve(&mut self, place: usize, page: u64) {
+        self.faults += 1;
+        let block = self.places.iter().position(|at| *at == place).unwrap();
+        assert!(self.missing.remove(&(block, page)), "asked for twice");
+        self.give(block, &[page]).await;
+    }
+
+    async fn give(&mut self, block: usize, pages: &[u64]) {
+        let ranges: Vec<BlockRange> = pages.iter().map(|page| BlockRange::new(*page, 1)).collect();
+        let mut content = vec![0; pages.len() * BLOCK_SIZE];
+        self.source.read(block, &ranges, &mut content).unwrap();
+        let (content, _) = content.as_chunks::<BLOCK_SIZE>();
+        let given: Vec<(u64, Option<&Page>)> = pages
+            .iter()
+            .zip(content)
+            .map(|(page, content)| {
+                (
+                    *page,
+                    content.iter().any(|byte| *byte != 0).then_some(content),
+                )
+            })
+            .collect();
+        self.arriving
+            .give(self.places[block], &given)
+            .await
+            .unwrap();
+    }
+
+    /// Serves what the guest waits for, and nothing else, for this long.
+    async fn serve_for(&mut self, time: Duration) {
+        let end = Instant::now() + time;
+        while let Some(left) = end.checked_duration_since(Instant::now()) {
+            let Ok(event) = tokio::time::timeout(left, self.arriving.next_event()).await else {
+                return;
+            };
+            match event.unwrap() {
+                ArrivingEvent::Request(request) => {
+                    self.serve(request.block, request.pages.start).await;
+                }
+                ArrivingEvent::Loaded(_) => panic!("loaded twice"),
+            }
+        }
+    }
+
+    /// Breaks the socket to QEMU, as the death of an agent does, and goes on.
+    async fn recover(self) -> Self {
+        let Self { arriving, .. } = self;
+        let lost = arriving.missing();
+        drop(arriving);
+        let qmp = &self.destination.qmp;
+        let path = self.destination.folder.path().join("again");
+        let arriving = Arriving::recover(qmp, &path, &self.prelude, &self.discards).await;
+        let arriving = arriving.unwrap();
+        assert!(
+            arriving.missing() >= lost,
+            "given pages may be lost, and no others appear"
+        );
+        let mut missing = BTreeSet::new();
+        for of_block in arriving.missing_pages() {
+            let block = self.places.iter().position(|at| *at == of_block.block);
+            let pages = of_block.pages.into_iter().flatten();
+            missing.extend(pages.map(|page| (block.unwrap(), page)));
+        }
+        Self {
+            arriving,
+            missing,
+            ..self
+        }
+    }
+
+    /// Gives the rest, and what the guest waits for first.
+    async fn finish(mut self) -> (Qemu, GuestMemory, Arc<GuestMemory>) {
+        while let Some(&(block, _)) = self.missing.first() {
+            self.serve_for(Duration::from_millis(1)).await;
+            let of_block = self.missing.range((block, 0)..(block + 1, 0));
+            let pages: Vec<u64> = of_block.take(BATCH).map(|(_, page)| *page).collect();
+            for page in &pages {
+                self.missing.remove(&(block, *page));
+            }
+            self.give(block, &pages).await;
+        }
+        assert_eq!(self.arriving.missing(), 0);
+        self.arriving.finish().await.unwrap();
+        let status = self.destination.qmp.query("query-migrate").await.unwrap();
+        assert_eq!(status["status"], "completed");
+        println!("{} faults, {:?} in all", self.faults, self.began.elapsed());
+        (self.destination, self.memory, self.source)
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_paused_guest_arrives_byte_by_byte() {
+    for (label, path) in emulators() {
+        for machine in machines(&label) {
+            println!("{label} {machine}");
+            let spec = Spec::new(&path, machine, Payload::BUSY);
+            let source = Qemu::running(&spec).await;
+            let mut moved = Moved::start(&source, &spec, 1000..6000).await;
+            moved.loaded().await;
+            let (destination, memory, from) = moved.finish().await;
+            assert_equal(&from, &memory);
+            drop(source);
+            destination.qmp.query("cont").await.unwrap();
+            assert!(
+                destination.is_writing(spec.payload).await,
+                "it does not run"
+            );
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_runs_on_the_pages_that_it_asks_for() {
+    for (label, path) in emulators() {
+        for (machine, shared) in machines(&label).into_iter().zip([false, true]) {
+            println!("{label} {machine}");
+            let mut spec = Spec::new(&path, machine, Payload::BUSY);
+            spec.vcpus = 2;
+            if shared {
+                let backend = "memory-backend-memfd,id=pc.ram,size=64M,share=on";
+                spec.more = ["-object", backend, "-machine", "memory-backend=pc.ram"]
+                    .map(str::to_owned)
+                    .to_vec();
+            }
+            let source = Qemu::running(&spec).await;
+            // All that the guest writes is missing.
+            let mut moved = Moved::start(&source, &spec, 1500..6000).await;
+            moved.loaded().await;
+            moved.destination.qmp.query("cont").await.unwrap();
+            // The socket breaks while the guest waits for a page, and again.
+            moved.serve_for(Duration::from_millis(20)).await;
+            let before = moved.faults;
+            assert!((1..3000).contains(&before), "{before} faults");
+            let mut moved = moved.recover().await;
+            moved.serve_for(Duration::from_millis(500)).await;
+            let faults = moved.faults - before;
+            assert!(faults > 20, "it does not run: {faults} faults");
+            assert!(moved.arriving.missing() > 1000, "it waits for all of it");
+            let moved = moved.recover().await;
+            let (destination, memory, from) = moved.finish().await;
+            assert!(
+                destination.is_writing(spec.payload).await,
+                "it does not run"
+            );
+            // What it does not write is as it was.
+            for first in [1500, 5000] {
+                let range = [BlockRange::new(first, 500)];
+                let (mut ours, mut theirs) = (vec![0; 500 * BLOCK_SIZE], vec![0; 500 * BLOCK_SIZE]);
+                from.read(main_block(&from), &range, &mut ours).unwrap();
+                memory
+                    .read(main_block(&memory), &range, &mut theirs)
+                    .unwrap();
+                assert!(ours == theirs, "pages from {first} on differ");
+            }
+        }
+    }
+}
