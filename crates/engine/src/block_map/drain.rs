@@ -4,6 +4,9 @@
 //! algorithm 3). Among chunks with equal counts the one with the latest write travels first: a
 //! guest that passes over its data repeatedly overwrites that chunk last, and a block that is
 //! overwritten has been sent in vain.
+//!
+//! In a region whose writes are found by passes, the chunks with the latest writes travel first,
+//! and of these those with the most written blocks.
 
 use super::{BlockMap, Class, Heat};
 use crate::chunk;
@@ -30,14 +33,33 @@ impl BlockMap {
     pub(crate) fn drain(&mut self) {
         let left = (0..self.pending.len()).filter(|chunk| self.pending[*chunk] != 0);
         let mut order: Vec<u32> = left.map(|chunk| chunk as u32).collect();
-        let heat = |chunk: usize| (self.written_blocks(chunk), self.last_write(chunk));
-        order.sort_by_key(|chunk| Reverse(heat(*chunk as usize)));
+        order.sort_by_cached_key(|chunk| Reverse(self.expected_use(*chunk as usize)));
         let soon = self.drain.take().unwrap_or_default().soon;
         self.drain = Some(Drain {
             soon,
             order,
             next: 0,
         });
+    }
+
+    /// Returns how soon the guest is expected to need a chunk: the higher, the sooner.
+    fn expected_use(&self, chunk: usize) -> (u32, u32) {
+        if matches!(self.heat, Heat::Written { .. }) {
+            return (
+                u32::from(self.written_blocks(chunk)),
+                self.last_write(chunk),
+            );
+        }
+        let (mut latest, mut count) = (0, 0);
+        for index in (chunk * 64..(chunk + 1) * 64).take_while(|index| *index < self.blocks) {
+            let block = self.records.get(index);
+            if block.streak > 0 {
+                let age = (self.pass as u8).wrapping_sub(block.last_pass);
+                latest = latest.max(u32::from(u8::MAX - age) + 1);
+                count += 1;
+            }
+        }
+        (latest, count)
     }
 
     /// Returns how much was written to a chunk since the migration began, in blocks.

@@ -68,6 +68,8 @@ pub(crate) struct BlockMap {
     heat: Heat,
     counts: [u64; 4],
     cursors: [usize; 4],
+    /// The latest pass that reported a write.
+    pass: u32,
     drain: Option<Drain>,
 }
 
@@ -101,6 +103,7 @@ impl BlockMap {
             heat,
             counts: [0; 4],
             cursors: [0; 4],
+            pass: 0,
             drain: None,
         };
         let class = map.class(0, &Block::default());
@@ -181,6 +184,7 @@ impl BlockMap {
 
     /// Marks blocks as written, as a pass reported; a pass without a number reports every block.
     pub(crate) fn written(&mut self, range: BlockRange, pass: Option<u32>) {
+        self.pass = pass.unwrap_or(self.pass);
         match self.heat {
             Heat::Passes => {
                 for index in range.blocks() {
@@ -237,6 +241,15 @@ impl BlockMap {
 
     /// Adds the pending blocks of a chunk to the counts of their classes, or subtracts them.
     fn count_chunk(&mut self, chunk: usize, add: bool) {
+        if matches!(self.heat, Heat::Passes) {
+            let pending = (0..64).filter(|n| self.pending[chunk] >> n & 1 == 1);
+            for n in pending.collect::<Vec<usize>>() {
+                let class = self.class_of(chunk * 64 + n);
+                let counted = &mut self.counts[class as usize];
+                *counted = if add { *counted + 1 } else { *counted - 1 };
+            }
+            return;
+        }
         let mut wanted = 0;
         if self.records.has_page(chunk) {
             let is_wanted = |n: &usize| self.records.get(chunk * 64 + n).class() == Class::Wanted;
@@ -697,6 +710,43 @@ mod tests {
         map.take_drained(usize::MAX, 1, |block| order.push(block / 64));
         order.dedup();
         assert_eq!(order, [3, 2, 1, 0, 4]);
+    }
+
+    #[test]
+    fn after_passes_the_drain_begins_with_what_was_written_last() {
+        let mut map = BlockMap::new(64 * 5, true);
+        map.written(BlockRange::new(4 * 64, 64), Some(254));
+        map.written(BlockRange::new(64, 3), Some(255));
+        map.written(BlockRange::new(2 * 64, 9), Some(255));
+        map.written(BlockRange::new(3 * 64 + 5, 1), Some(256));
+        // The numbers of passes are kept in a byte.
+        map.written(BlockRange::new(3 * 64 + 6, 1), Some(257));
+        map.drain();
+        let mut order = Vec::new();
+        map.take_drained(usize::MAX, 1, |block| order.push(block / 64));
+        assert_eq!(order.len(), 64 * 5);
+        order.dedup();
+        assert_eq!(order, [3, 2, 1, 4, 0]);
+    }
+
+    #[test]
+    fn what_is_missing_after_passes_is_counted_by_its_heat() {
+        let mut map = BlockMap::new(100, true);
+        for pass in 1..=3 {
+            map.written(BlockRange::new(2, 1), Some(pass));
+        }
+        map.written(BlockRange::new(70, 2), Some(3));
+        map.set_missing(0, 0b111, 0);
+        map.set_missing(1, 0b100_0000, 0);
+        let pending = |map: &BlockMap| Class::ALL.map(|class| map.pending(class));
+        assert_eq!(pending(&map), [0, 2, 1, 1]);
+        map.drain();
+        map.want_missing(1);
+        assert_eq!(pending(&map), [1, 1, 1, 1]);
+        let mut order = Vec::new();
+        map.take_drained(usize::MAX, 1, |block| order.push(block));
+        assert_eq!(pending(&map), [0; 4]);
+        assert_eq!(order, [0, 1, 2, 70]);
     }
 
     #[test]
