@@ -4,6 +4,7 @@
 
 mod kept;
 mod left;
+mod memory;
 
 use longhaul_codec::{BlockId, Decision, Digest, Staged};
 use longhaul_engine::gang::Gang;
