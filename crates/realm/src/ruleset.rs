@@ -125,11 +125,79 @@ pub struct VlanRange {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gateway {
     /// Its addresses in the network.
-    pub addresses: Vec<IpAddr>,
+    pub addresses: Vec<GatewayAddress>,
     /// Its MAC address.
     pub mac: [u8; 6],
-    /// The sites that have it.
+    /// The sites whose hosts have it; none if all have.
     pub sites: Vec<String>,
+}
+
+/// An address of a gateway, and the subnet that it is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GatewayAddress {
+    /// The address.
+    pub ip: IpAddr,
+    /// The bits that all addresses of the subnet begin with.
+    pub prefix_bits: u8,
+}
+
+impl GatewayAddress {
+    /// Returns whether this can be the address of a station in its subnet, which has room for
+    /// another one.
+    fn is_sound(self) -> bool {
+        let usable = !self.ip.is_unspecified() && !self.ip.is_multicast() && !self.ip.is_loopback();
+        let (address, bits) = match self.ip {
+            IpAddr::V4(ip) => (u128::from(ip.to_bits()), 32_u8),
+            IpAddr::V6(ip) => (ip.to_bits(), 128),
+        };
+        let Some(of_station) = bits.checked_sub(self.prefix_bits) else {
+            return false;
+        };
+        if !usable || self.prefix_bits == 0 || of_station < 2 {
+            return false;
+        }
+        let mask = (1 << of_station) - 1;
+        let station = address & mask;
+        // Neither the subnet itself nor all of its stations.
+        station != 0 && (station != mask || self.ip.is_ipv6())
+    }
+}
+
+impl std::fmt::Display for GatewayAddress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}", self.ip, self.prefix_bits)
+    }
+}
+
+impl std::str::FromStr for GatewayAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let bad = || {
+            format!(
+                "`{}` is not an address of a gateway: write ADDRESS/BITS, such as 10.0.0.1/24",
+                shown(text)
+            )
+        };
+        let (ip, bits) = text.split_once('/').ok_or_else(bad)?;
+        let address = Self {
+            ip: ip.parse().map_err(|_| bad())?,
+            prefix_bits: bits.parse().map_err(|_| bad())?,
+        };
+        match address.is_sound() {
+            true => Ok(address),
+            false => Err(format!(
+                "`{address}` is not an address that a station of a subnet can have"
+            )),
+        }
+    }
+}
+
+impl Gateway {
+    /// Returns whether a host at this site has the gateway, if it is a member of the network.
+    pub fn is_at(&self, site: &str) -> bool {
+        self.sites.is_empty() || self.sites.iter().any(|listed| listed == site)
+    }
 }
 
 /// A removed host.
@@ -437,9 +505,17 @@ fn check_gateway(of: &str, gateway: &Gateway) -> Result<(), String> {
             "the gateway of network `{of}` needs 1 to {GATEWAY_ADDRESSES_MAX} addresses"
         ));
     }
-    let unusable = |ip: &IpAddr| ip.is_unspecified() || ip.is_multicast();
-    if gateway.addresses.iter().any(unusable) {
-        return Err(format!("an address of the gateway of `{of}` is no host's"));
+    let unusable = gateway.addresses.iter().find(|address| !address.is_sound());
+    if let Some(unusable) = unusable {
+        return Err(format!(
+            "the gateway of network `{of}` cannot have the address {unusable}"
+        ));
+    }
+    let ips: BTreeSet<IpAddr> = gateway.addresses.iter().map(|address| address.ip).collect();
+    if ips.len() != addresses {
+        return Err(format!(
+            "the gateway of network `{of}` has an address twice"
+        ));
     }
     if gateway.mac[0] & 1 != 0 || gateway.mac == [0; 6] {
         return Err(format!("the MAC of the gateway of `{of}` is no station's"));
@@ -484,5 +560,79 @@ pub(crate) fn name(what: &str, text: &str) -> Result<(), String> {
             "`{}` is not a name of a {what}: letters, digits, `.`, `-`, `_`, at most 63",
             shown(text)
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_of_gateways_are_those_of_stations() {
+        for text in ["10.0.0.1/24", "10.0.0.2/30", "fd00::1/64", "192.0.2.254/24"] {
+            let address: GatewayAddress = text.parse().unwrap();
+            assert_eq!(address.to_string(), text);
+        }
+        for text in [
+            "10.0.0.1",
+            "10.0.0.1/",
+            "10.0.0.1/33",
+            "10.0.0.1/31",
+            "10.0.0.1/0",
+            "10.0.0.0/24",
+            "10.0.0.255/24",
+            "0.0.0.0/24",
+            "127.0.0.1/8",
+            "224.0.0.1/24",
+            "fd00::/64",
+            "fd00::1/129",
+            "gateway/24",
+        ] {
+            let refused = text.parse::<GatewayAddress>();
+            assert!(refused.is_err(), "{text}: {refused:?}");
+        }
+    }
+
+    #[test]
+    fn a_gateway_is_checked_and_is_at_its_sites() {
+        let good = Gateway {
+            addresses: vec!["10.0.0.1/24".parse().unwrap()],
+            mac: [2, 0x6c, 0x68, 0, 0, 1],
+            sites: vec!["lyon".to_owned()],
+        };
+        assert_eq!(check_gateway("blue", &good), Ok(()));
+        assert!(good.is_at("lyon") && !good.is_at("paris"));
+        let everywhere = Gateway {
+            sites: Vec::new(),
+            ..good.clone()
+        };
+        assert!(everywhere.is_at("paris"));
+        let address = |ip: &str, prefix_bits| GatewayAddress {
+            ip: ip.parse().unwrap(),
+            prefix_bits,
+        };
+        let with = |change: fn(&mut Gateway)| {
+            let mut gateway = good.clone();
+            change(&mut gateway);
+            check_gateway("blue", &gateway).unwrap_err()
+        };
+        for (said, wanted) in [
+            (with(|it| it.addresses.clear()), "1 to 4"),
+            (with(|it| it.addresses.push(it.addresses[0])), "twice"),
+            (with(|it| it.mac[0] = 3), "MAC"),
+            (with(|it| it.mac = [0; 6]), "MAC"),
+            (with(|it| it.sites[0].push(' ')), "site"),
+        ] {
+            assert!(said.contains(wanted), "{said}");
+        }
+        let mut bad = good.clone();
+        bad.addresses = vec![address("10.0.0.0", 24)];
+        let said = check_gateway("blue", &bad).unwrap_err();
+        assert!(said.contains("10.0.0.0/24"), "{said}");
+        let mut many = good;
+        many.addresses = (1..6)
+            .map(|last| address(&format!("10.0.0.{last}"), 24))
+            .collect();
+        assert!(check_gateway("blue", &many).is_err());
     }
 }

@@ -13,7 +13,7 @@ use longhaul_realm::protocol::{
 };
 use longhaul_realm::relay;
 use longhaul_realm::ruleset::{
-    HostEntry, NetworkEntry, NetworkId, Ruleset, Scope, ServerEntry, StoreId, VlanPolicy,
+    Gateway, HostEntry, NetworkEntry, NetworkId, Ruleset, Scope, ServerEntry, StoreId, VlanPolicy,
 };
 use longhaul_realm::signed::{Signed, sign};
 use longhaul_realm::token::Token;
@@ -67,6 +67,14 @@ fn ruleset() -> Signed<Ruleset> {
         arbiter: None,
     };
     sign(&ruleset, &key()).unwrap().signed().clone()
+}
+
+fn gateway() -> Gateway {
+    Gateway {
+        addresses: vec!["10.0.0.1/24".parse().unwrap()],
+        mac: [2, 0x6c, 0x68, 0, 0, 1],
+        sites: vec!["lyon".to_owned()],
+    }
 }
 
 fn token() -> Token {
@@ -146,6 +154,7 @@ fn examples() -> Vec<(&'static str, Vec<u8>)> {
     });
     vec![
         ("ruleset", postcard::to_stdvec(&ruleset()).unwrap()),
+        ("gateway", postcard::to_stdvec(&gateway()).unwrap()),
         (
             "join",
             encode(&ToServer::Join(Box::new(enrolment.clone()))).unwrap(),
