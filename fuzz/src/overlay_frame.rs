@@ -4,7 +4,7 @@
 use longhaul_overlay::fragment::{Reassembler, Split};
 use longhaul_overlay::offload::{Checksums, Cut, Gso, Merger, SCRATCH_BYTES, VirtioHeader, finish};
 use longhaul_overlay::switch::{
-    Announcement, Behind, Output, PortConfig, PortId, Redirect, SwitchConfig,
+    Announcement, Behind, GatewayConfig, Output, PortConfig, PortId, Redirect, SwitchConfig,
 };
 use longhaul_overlay::{Mac, NetworkId, Switch};
 use longhaul_protocol::HostId;
@@ -55,6 +55,7 @@ impl Net {
     fn new() -> Self {
         let mut config = SwitchConfig::new([1, 2]);
         (config.macs_max, config.addresses_max) = (8, 8);
+        (config.flows_max, config.flows_per_guest_max) = (4, 3);
         let mut switch = Switch::new(config);
         let own = PortConfig {
             only_own_mac: true,
@@ -67,6 +68,16 @@ impl Net {
             switch.add_host(HostId([2; 32]), PortConfig::HOST),
         ];
         let ports = ports.map(|port| port.expect("there is room"));
+        let gateway = switch
+            .add_gateway(PortConfig::LOCAL)
+            .expect("there is room");
+        switch.set_gateway(Some(GatewayConfig {
+            mac: Mac([2, 0x6c, 0x68, 0, 0, 1]),
+            addresses: vec![[10, 0, 0, 1]],
+            own: HostId([9; 32]),
+            here: Some(gateway),
+            hosts: vec![HostId([1; 32])],
+        }));
         Self { switch, ports }
     }
 
@@ -95,16 +106,21 @@ impl Net {
             3 => _ = switch.announced(now, host, Announcement { mac, generation }),
             _ => {
                 let to: Vec<PortId> = switch.frame(now, port, record).collect();
-                let local = switch.behind(port) == Some(Behind::Local);
+                let is_here = |port| {
+                    let behind = self.switch.behind(port);
+                    matches!(behind, Some(Behind::Local | Behind::Gateway))
+                };
+                let local = is_here(port);
                 for other in &to {
                     assert_ne!(*other, port);
                     assert_eq!(to.iter().filter(|to| *to == other).count(), 1);
-                    assert!(local || self.switch.behind(*other) == Some(Behind::Local));
+                    assert!(local || is_here(*other));
                 }
                 done.forwarded += to.len();
             }
         }
         assert!(self.switch.sizes().0 <= 8 && self.switch.sizes().1 <= 8);
+        assert!(self.switch.flow_counts().flows <= 4);
         while let Some(output) = self.switch.poll() {
             done.outputs += 1;
             if let Output::Answer { frame, .. } | Output::Flood { frame, .. } = output {

@@ -2,16 +2,24 @@
 //! that joins it with the guests.
 //!
 //! Their names follow from the network's id, so what a killed agent left behind is found again. The
-//! host has no address in a network and does not speak in it.
+//! host has no address in a network and does not speak in it, unless it has the network's gateway:
+//! that is another TAP device, and rules of nftables.
 
 mod bridge;
 mod device;
+mod gateway;
+mod nat;
 
 pub use bridge::{Bridge, BridgeConfig, Leftover, VlanFilter, leftovers, names};
 pub(crate) use bridge::{remove, set_up_alone};
 pub use device::{Tap, TapCounters, TapError};
+pub(crate) use gateway::set_up as set_up_gateway;
+pub use gateway::{Subnet, gateway_name};
+pub use nat::{Nat, NatGateway, TABLE};
 
+use std::fs;
 use std::io::{self, Write};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// The search path of started programs.
@@ -64,4 +72,33 @@ fn run(program: &str, arguments: &[&str], input: &str) -> io::Result<Vec<u8>> {
     let error = String::from_utf8_lossy(&output.stderr);
     let error = error.lines().next().unwrap_or("it says nothing").trim();
     Err(io::Error::other(format!("{program} refuses: {error}")))
+}
+
+/// Sets keys of an interface, named with `{}` in place of the interface, below `/proc/sys/net`.
+fn set_all(interface: &str, settings: &[(&str, &str)]) -> io::Result<()> {
+    for (key, value) in settings {
+        let path = PathBuf::from("/proc/sys/net").join(key.replace("{}", interface));
+        // A kernel without IPv6 has no such file, and an interface that is gone neither.
+        if path.exists() {
+            fs::write(&path, value).map_err(|error| {
+                io::Error::new(
+                    error.kind(),
+                    format!("cannot set {}: {error}", path.display()),
+                )
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// Reads a key below `/proc/sys/net`.
+fn read_setting(key: &str) -> io::Result<String> {
+    let path = PathBuf::from("/proc/sys/net").join(key);
+    let read = fs::read_to_string(&path).map_err(|error| {
+        io::Error::new(
+            error.kind(),
+            format!("cannot read {}: {error}", path.display()),
+        )
+    })?;
+    Ok(read.trim().to_owned())
 }

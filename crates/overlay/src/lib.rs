@@ -18,6 +18,7 @@ pub mod fragment;
 mod hash;
 pub mod neighbour;
 pub mod offload;
+mod packet;
 pub mod seal;
 pub mod session;
 pub mod switch;

@@ -26,7 +26,10 @@ pub enum Neighbour {
     },
     /// The sender asks whether anyone has an address that it does not use yet (RFC 5227, section
     /// 2.1.1; RFC 4862, section 5.4). Only the address's owner may answer.
-    Probes,
+    Probes {
+        /// The address.
+        target: Address,
+    },
 }
 
 const ARP_BYTES: usize = 28;
@@ -78,7 +81,8 @@ fn parse_arp(frame: &Ethernet<'_>) -> Option<Neighbour> {
     let sender: [u8; 4] = *packet[14..].first_chunk()?;
     let target: [u8; 4] = *packet[24..].first_chunk()?;
     if sender == [0; 4] {
-        return (operation == ARP_REQUEST).then_some(Neighbour::Probes);
+        let target = Address::V4(target);
+        return (operation == ARP_REQUEST).then_some(Neighbour::Probes { target });
     }
     let address = Address::V4(sender);
     if !address.is_of_a_station() {
@@ -130,7 +134,10 @@ fn parse_discovery(frame: &Ethernet<'_>) -> Option<Neighbour> {
         NEIGHBOUR_ADVERTISEMENT if from(OPTION_TARGET_MAC) => {
             tells(target?, Some(packet[4] & FLAG_ROUTER != 0))
         }
-        NEIGHBOUR_SOLICITATION if source == [0; 16] => Some(Neighbour::Probes),
+        NEIGHBOUR_SOLICITATION if source == [0; 16] => {
+            let target = Address::V6(target?);
+            Some(Neighbour::Probes { target })
+        }
         NEIGHBOUR_SOLICITATION if from(OPTION_SOURCE_MAC) => {
             let (address, target) = (Address::V6(source), Address::V6(target?));
             let valid = address.is_of_a_station() && target.is_of_a_station();

@@ -142,6 +142,7 @@ impl World {
             assert_ne!(port, from, "back to where it came from");
             match self.switches[at][network].behind(port).unwrap() {
                 Behind::Local => *self.arrived.entry((network, at, port)).or_default() += 1,
+                Behind::Gateway => panic!("no network has a gateway"),
                 Behind::Host(other) => {
                     assert!(!from_host, "from a host to a host");
                     let other = usize::from(other.0[0]) - 1;

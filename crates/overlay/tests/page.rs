@@ -135,6 +135,10 @@ fn limits_are_as_on_the_page() {
     assert_eq!((config.macs_max, config.addresses_max), (16_384, 16_384));
     assert_eq!(config.addresses_per_mac_max, 32);
     assert_eq!(config.address_age.as_secs(), 120);
+    assert_eq!(
+        (config.flows_max, config.flows_per_guest_max),
+        (65_536, 4096)
+    );
     assert_eq!(config.settle.as_secs(), 3);
     assert_eq!(PORTS_MAX, 4096);
     assert_eq!(PortConfig::LOCAL.macs_max, 1024);

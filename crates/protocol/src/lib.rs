@@ -5,6 +5,7 @@
 
 pub mod disk;
 pub mod files;
+pub mod flows;
 pub mod guest;
 pub mod hardware;
 pub mod held_frames;

@@ -16,6 +16,7 @@
 //!   [VerifyRegion -> Digests]*, Verified     only where it was asked for
 //!   <------------------------------- Ready   journal: READY
 //!   (journal: RELEASED)
+//!   [Flows] ----------------------------->   through gateways of its networks
 //!   Commit ------------------------------>   journal: COMMITTED, the guest runs
 //!   HeldFrames* -------------------------->   for the guest's cards
 //!   <--------------------------- Committed
@@ -49,6 +50,7 @@
 
 use crate::disk::{List, Missing, OfferedDisk};
 use crate::files::FileClaim;
+use crate::flows::Flows;
 use crate::guest::GuestDescription;
 use crate::held_frames::HeldFrames;
 use crate::machine::Machine;
@@ -158,6 +160,9 @@ pub enum ToDestination {
     /// Frames that came for the guest since it was stopped. They follow Commit; none of them has to
     /// arrive. From version 3 on.
     HeldFrames(HeldFrames),
+    /// The guest's flows through gateways of its networks. They precede Commit, and need not
+    /// arrive. From version 3 on.
+    Flows(Flows),
 }
 
 /// Known content at the destination in which blocks of an arriving guest may be found.

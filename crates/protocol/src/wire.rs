@@ -32,6 +32,8 @@ pub const VERSION_OF_IMAGES: u16 = 3;
 pub const VERSION_OF_PORTS: u16 = 3;
 /// The first version in which frames for a stopped guest travel.
 pub const VERSION_OF_HELD_FRAMES: u16 = 3;
+/// The first version in which a guest's flows through gateways travel.
+pub const VERSION_OF_FLOWS: u16 = 3;
 
 /// A reason why bytes are not a message, or one that breaks a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -301,6 +303,7 @@ impl Message for ToDestination {
             Self::Unreadable { ranges, .. } => check_ranges(ranges),
             Self::Length { bytes, .. } => check_length(*bytes),
             Self::HeldFrames(held) => check_held(held),
+            Self::Flows(flows) => flows.check(),
             Self::Resume { .. }
             | Self::Ask { .. }
             | Self::Verified

@@ -1,8 +1,9 @@
 //! The places of a guest's cards in the networks of the realm, as a companion: pinned to the
 //! destination before the guest runs there, announced when it runs, and withdrawn at the source.
+//! The guest's flows through gateways of these networks come along.
 //!
-//! Nothing depends on it: without it, other hosts learn the guest's place from its frames. So
-//! errors are logged, and the move goes on.
+//! Nothing depends on it: without it, other hosts learn the guest's place from its frames, and
+//! flows are lost. So errors are logged, and the move goes on.
 
 use crate::destination::companion as destination;
 use crate::destination::companion::{Offered, Step};
@@ -12,14 +13,16 @@ use crate::source::qemu::SourceQemu;
 use crate::source::sender::Sending;
 use longhaul_api::ApiError;
 use longhaul_network::networks::Card;
+use longhaul_protocol::flows::Flows;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::Refusal;
 use std::sync::Arc;
 
 /// Returns the guest's cards. An address that cannot be read is in no network.
 fn cards(guest: &GuestDescription) -> Vec<Card> {
-    let cards = guest.nics.iter().filter_map(|nic| {
+    let cards = guest.nics.iter().enumerate().filter_map(|(number, nic)| {
         Some(Card {
+            number: u16::try_from(number).ok()?,
             network: nic.network.clone(),
             mac: nic.mac.parse().ok()?,
         })
@@ -31,6 +34,7 @@ fn cards(guest: &GuestDescription) -> Vec<Card> {
 pub(super) struct Arrival {
     about: destination::About,
     cards: Vec<Card>,
+    flows: Flows,
 }
 
 impl Arrival {
@@ -38,6 +42,7 @@ impl Arrival {
         Self {
             about,
             cards: Vec::new(),
+            flows: Flows::default(),
         }
     }
 }
@@ -60,7 +65,16 @@ impl destination::Companion for Arrival {
             let guest = &self.about.guest;
             tracing::warn!(guest, %error, "its place in its networks is only learned");
         }
+        let flows = std::mem::take(&mut self.flows);
+        if let Err(error) = networks.add_flows(&self.cards, &flows) {
+            let (guest, count) = (&self.about.guest, flows.flows.len());
+            tracing::warn!(guest, count, %error, "its flows through gateways are lost");
+        }
         Box::pin(async {})
+    }
+
+    fn flows(&mut self, flows: &Flows) {
+        self.flows = flows.clone();
     }
 
     fn running(&mut self) -> Option<Step<'static, ()>> {
@@ -115,6 +129,12 @@ impl source::Companion for Departure {
     ) -> Step<'a, Result<(), ApiError>> {
         self.cards = cards(qemu.guest().description());
         Box::pin(async { Ok(()) })
+    }
+
+    fn flows(&mut self) -> Option<Flows> {
+        let networks = &self.about.context.parts.networks;
+        let flows = networks.flows_of(&self.cards);
+        (!flows.flows.is_empty()).then_some(flows)
     }
 
     fn committed(&mut self) -> Step<'_, ()> {

@@ -377,6 +377,7 @@ impl DestinationAttempt {
                 self.keeps_to_the_protocol(taken).await;
             }
             ToDestination::HeldFrames(frames) => self.companions.held(&frames),
+            ToDestination::Flows(flows) => self.companions.flows(&flows),
             ToDestination::Query(_)
             | ToDestination::Offer(_)
             | ToDestination::OfferDisks(_)

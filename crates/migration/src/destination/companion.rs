@@ -6,6 +6,7 @@
 //! prepare     before QEMU is launched           ─┐ an error ends the attempt:
 //! started     QEMU waits for the guest           │ ended, aborted
 //! released    before READY                      ─┘
+//! flows       the guest's flows through gateways have come
 //! committed   the guest belongs to this host, and is still stopped
 //! running     beside the guest
 //! held        frames that came for the guest at the source while it was stopped
@@ -28,6 +29,7 @@ use longhaul_hypervisor::disk::base::Base;
 use longhaul_protocol::Generation;
 use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::files::FileClaim;
+use longhaul_protocol::flows::Flows;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::held_frames::HeldFrames;
 use longhaul_protocol::message::{Check, Offer, Refusal, Summary};
@@ -112,6 +114,9 @@ pub(crate) trait Companion: Send + Sync {
     fn released(&mut self) -> Step<'_, Result<(), String>> {
         Box::pin(async { Ok(()) })
     }
+
+    /// Takes the guest's flows through gateways of its networks.
+    fn flows(&mut self, _flows: &Flows) {}
 
     /// The guest belongs to this host, and is still stopped: what is done here is downtime.
     fn committed(&mut self) -> Step<'_, ()> {
@@ -204,6 +209,10 @@ impl Companions {
             one.released().await?;
         }
         Ok(())
+    }
+
+    pub(crate) fn flows(&mut self, flows: &Flows) {
+        self.0.iter_mut().for_each(|one| one.flows(flows));
     }
 
     pub(crate) async fn committed(&mut self) {

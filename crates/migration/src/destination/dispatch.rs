@@ -353,5 +353,6 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::QueryPorts(_) => "QueryPorts",
         ToDestination::OfferPorts(_) => "OfferPorts",
         ToDestination::HeldFrames(_) => "HeldFrames",
+        ToDestination::Flows(_) => "Flows",
     }
 }

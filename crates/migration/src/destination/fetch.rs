@@ -391,6 +391,7 @@ impl Fetch {
             ToDestination::HeldFrames(frames) => self.begun.companions.held(&frames),
             // A source sends these before it knows that the guest runs here.
             ToDestination::Start { .. }
+            | ToDestination::Flows(_)
             | ToDestination::Commit { .. }
             | ToDestination::Cancel { .. }
             | ToDestination::Done

@@ -108,7 +108,7 @@ impl Attempts {
                 Event::Message(FromSource::Cancel(crate::channel::short(&reason)))
             }
             // The guest may be without them.
-            (ToDestination::HeldFrames(_), _) => return Ok(Vec::new()),
+            (ToDestination::HeldFrames(_) | ToDestination::Flows(_), _) => return Ok(Vec::new()),
             (_, Some(FromSource::Verified) | None) => return Err(AnswerError::OutOfPlace),
             (_, Some(message)) => Event::Message(message),
         };

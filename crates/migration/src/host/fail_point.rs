@@ -97,6 +97,7 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     OfferPorts "offer" [],
     // No guest of the crash matrix has a card.
     HeldFrames "held-frames" [],
+    Flows "flows" [],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:

@@ -10,6 +10,7 @@
 //! closed      it is stopped, and QEMU closed its disks
 //! stopped     the last blocks travel                 │
 //! released    before RELEASED                       ─┘
+//! flows       right before COMMIT is sent, which may be repeated
 //! held        again and again, from COMMIT until QEMU ends
 //! committed   the guest runs at the destination, and QEMU here has ended
 //! resumed     the guest continues here
@@ -27,6 +28,7 @@ use longhaul_api::{ApiError, Check};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::Generation;
+use longhaul_protocol::flows::Flows;
 use longhaul_protocol::held_frames::HeldFrames;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -100,6 +102,11 @@ pub(crate) trait Companion: Send + Sync {
     /// Decides whether the guest may be released to the destination.
     fn released(&mut self) -> Step<'_, Result<(), ApiError>> {
         Box::pin(async { Ok(()) })
+    }
+
+    /// Returns the guest's flows through gateways of its networks. It is stopped, for ever.
+    fn flows(&mut self) -> Option<Flows> {
+        None
     }
 
     /// Returns what came for the guest since it was stopped. It may run at the destination already.
@@ -192,6 +199,10 @@ impl Companions {
             one.released().await?;
         }
         Ok(())
+    }
+
+    pub(crate) fn flows(&mut self) -> Vec<Flows> {
+        self.0.iter_mut().filter_map(|one| one.flows()).collect()
     }
 
     pub(crate) fn held(&mut self) -> Vec<HeldFrames> {

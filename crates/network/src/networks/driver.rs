@@ -2,6 +2,7 @@
 //! others.
 
 use super::connections::Connections;
+use super::gateways::{Gateways, World};
 use super::port_mapping;
 use super::ports::{NetworkStatus, OpenNetwork, Ports};
 use super::servers::{Resolved, Servers};
@@ -139,6 +140,7 @@ pub fn start(options: Options) -> Result<Networks, NetworksError> {
         connections: connections.clone(),
         servers: Servers::new(endpoint.clone(), reach.clone(), resolved),
         ports: Ports::new(plane.clone(), own),
+        gateways: Gateways::new(plane.clone(), own),
         peers: BTreeMap::new(),
         requests: BTreeMap::new(),
         next_request: 1,
@@ -230,6 +232,7 @@ struct Driver {
     connections: Connections,
     servers: Servers,
     ports: Ports,
+    gateways: Gateways,
     peers: BTreeMap<HostId, Peer>,
     requests: BTreeMap<u32, Asked>,
     next_request: u32,
@@ -259,7 +262,8 @@ impl Driver {
                     Err(_) => return,
                 },
                 _ = tick.tick() => {
-                    if self.ports.retry().await {
+                    let ports = self.ports.retry().await;
+                    if self.follow_gateways().await || ports {
                         self.share().await;
                     }
                 }
@@ -283,14 +287,38 @@ impl Driver {
             Standing::Stranger(_) => &[],
         };
         // Before the first ruleset nothing is known.
-        if status.version > 0 && self.ports.follow(networks).await {
+        if status.version == 0 {
+            return;
+        }
+        let ports = self.ports.follow(networks).await;
+        if self.follow_gateways().await || ports {
             self.share().await;
         }
     }
 
+    /// Follows the networks that are open and the ways to other hosts. Returns whether anything has
+    /// changed of gateways.
+    async fn follow_gateways(&mut self) -> bool {
+        let status = self.status.borrow().clone();
+        if status.version == 0 {
+            return false;
+        }
+        let ways = self.reach.status().borrow().clone();
+        let (open, closed) = self.ports.open_and_closed();
+        let world = World {
+            members: &status.members,
+            ways: &ways,
+        };
+        self.gateways.follow((&open, &closed), world).await
+    }
+
     /// The networks here have changed: tells who has to know.
     async fn share(&mut self) {
-        let status = self.ports.status();
+        let members = self.status.borrow().members.clone();
+        let gateways = &self.gateways;
+        let status = self
+            .ports
+            .status(|id, entry| gateways.status(id, entry, &members));
         let open = status.iter().filter_map(|port| {
             let open = port.open.as_ref().ok()?;
             Some((port.name.clone(), open.clone()))

@@ -13,25 +13,30 @@
 
 mod connections;
 mod driver;
+mod gateways;
 mod port_mapping;
 mod ports;
 mod servers;
 mod wires;
 
 pub use driver::{NetworksError, Opened, Options, start};
+pub use gateways::GatewayStatus;
 pub use ports::{NetworkStatus, OpenNetwork};
 
 use crate::member::{Handle, Status, cut};
 use crate::plane::{Plane, PlaneError};
 use crate::reach;
+use crate::tap::Nat;
 use connections::Connections;
 use longhaul_overlay::Mac;
 use longhaul_overlay::seal::Suite;
 use longhaul_overlay::switch::Redirect;
 use longhaul_protocol::HostId;
+use longhaul_protocol::flows::Flows;
 use longhaul_transport::{Channel, CloseCode, Control, Endpoint};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -106,6 +111,9 @@ impl Networks {
                     tracing::warn!(?network, %error, "cannot close a network");
                 }
             }
+            if let Err(error) = Nat::default().apply(&[]) {
+                tracing::warn!(%error, "rules for gateways stay");
+            }
         });
         if closed.await.is_err() {
             tracing::error!("networks were not closed");
@@ -129,6 +137,8 @@ pub struct Slot(Arc<RwLock<Option<Arc<Networks>>>>);
 /// A guest's card in a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Card {
+    /// The card's number in the guest's description.
+    pub number: u16,
     /// The network's name.
     pub network: String,
     /// The card's address.
@@ -170,15 +180,15 @@ impl Slot {
     /// A guest belongs to this host: pins its cards to it. `generation` is that of the right to run
     /// it.
     pub fn arrived(&self, cards: &[Card], generation: u64) -> Result<(), PlaneError> {
-        self.each(cards, |plane, network, mac| {
-            plane.pin(network, mac, generation)
+        self.each(cards, |plane, network, card| {
+            plane.pin(network, card.mac, generation)
         })
     }
 
     /// A guest that has arrived runs: tells other hosts and the stations of its networks.
     pub fn announce(&self, cards: &[Card]) -> Result<(), PlaneError> {
-        self.each(cards, |plane, network, mac| {
-            plane.announce(network, mac).map(|_| ())
+        self.each(cards, |plane, network, card| {
+            plane.announce(network, card.mac).map(|_| ())
         })
     }
 
@@ -189,13 +199,44 @@ impl Slot {
         now_at: HostId,
         generation: u64,
     ) -> Result<(), PlaneError> {
-        self.each(cards, |plane, network, mac| {
+        self.each(cards, |plane, network, card| {
             let redirect = Redirect {
-                mac,
+                mac: card.mac,
                 now_at,
                 generation,
             };
             plane.withdraw(network, redirect)
+        })
+    }
+
+    /// Returns the flows of a guest through gateways of its networks. What cannot be read, or does
+    /// not fit into a message, is left out.
+    pub fn flows_of(&self, cards: &[Card]) -> Flows {
+        let mut flows = Flows::default();
+        let read = self.each(cards, |plane, network, card| {
+            for (flow, gateway, state, idle) in plane.flows_of(network, card.mac)? {
+                let idle_s = u32::try_from(idle.as_secs()).unwrap_or(u32::MAX);
+                if !flows.add(card.number, gateway, (flow, state, idle_s)) {
+                    break;
+                }
+            }
+            Ok(())
+        });
+        if let Err(error) = read {
+            tracing::debug!(%error, "flows through gateways are left out");
+        }
+        flows
+    }
+
+    /// Takes the flows of a guest that has arrived.
+    pub fn add_flows(&self, cards: &[Card], flows: &Flows) -> Result<(), PlaneError> {
+        self.each(cards, |plane, network, card| {
+            let own = flows.of_card(card.number.into());
+            let own = own.map(|(gateway, carried)| {
+                let idle = Duration::from_secs(carried.idle_s.into());
+                (carried.flow, gateway, carried.state, idle)
+            });
+            plane.add_flows(network, card.mac, &own.collect::<Vec<_>>())
         })
     }
 
@@ -204,7 +245,7 @@ impl Slot {
     fn each(
         &self,
         cards: &[Card],
-        what: impl Fn(&Plane, longhaul_overlay::NetworkId, Mac) -> Result<(), PlaneError>,
+        mut what: impl FnMut(&Plane, longhaul_overlay::NetworkId, &Card) -> Result<(), PlaneError>,
     ) -> Result<(), PlaneError> {
         let Some(networks) = self.get() else {
             return Ok(());
@@ -217,7 +258,7 @@ impl Slot {
         let mut result = Ok(());
         for card in cards {
             if let Some(network) = open.get(&*card.network) {
-                result = result.and(what(&networks.plane, network.id, card.mac));
+                result = result.and(what(&networks.plane, network.id, card));
             }
         }
         result

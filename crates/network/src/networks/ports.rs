@@ -1,5 +1,6 @@
 //! Opens the networks that the ruleset gives this host, and closes the others.
 
+use super::gateways::GatewayStatus;
 use crate::plane::{LocalPort, NetworkConfig, Plane};
 use crate::tap::{VlanFilter, leftovers, names};
 use longhaul_overlay::NetworkId;
@@ -32,6 +33,8 @@ pub struct NetworkStatus {
     pub name: String,
     /// What is here of it, or why nothing is.
     pub open: Result<OpenNetwork, String>,
+    /// Its gateway, if it has one.
+    pub gateway: Option<GatewayStatus>,
 }
 
 /// The networks that are open, by their ids in the realm.
@@ -42,6 +45,8 @@ pub(super) struct Ports {
     wanted: BTreeMap<[u8; 8], NetworkEntry>,
     open: BTreeMap<[u8; 8], NetworkEntry>,
     failed: BTreeMap<[u8; 8], (String, Instant)>,
+    /// What was closed since it was last asked for.
+    closed: Vec<NetworkId>,
     /// Whether what an earlier agent left was removed.
     swept: bool,
 }
@@ -78,6 +83,7 @@ impl Ports {
             wanted: BTreeMap::new(),
             open: BTreeMap::new(),
             failed: BTreeMap::new(),
+            closed: Vec::new(),
             swept: false,
         }
     }
@@ -157,6 +163,7 @@ impl Ports {
     }
 
     async fn close(&mut self, id: [u8; 8]) {
+        self.closed.push(plane_id(id));
         let name = self.open.remove(&id).map(|entry| entry.name);
         let name = name.unwrap_or_default();
         let plane = self.plane.clone();
@@ -214,7 +221,20 @@ impl Ports {
             .collect()
     }
 
-    pub(super) fn status(&self) -> Vec<NetworkStatus> {
+    /// Returns the networks that are open, and those that were closed since the last call.
+    pub(super) fn open_and_closed(&mut self) -> (Vec<(NetworkId, NetworkEntry)>, Vec<NetworkId>) {
+        let open = self
+            .open
+            .iter()
+            .map(|(id, entry)| (plane_id(*id), entry.clone()));
+        (open.collect(), std::mem::take(&mut self.closed))
+    }
+
+    /// Returns the networks that this host is a member of, with what `gateway` says of theirs.
+    pub(super) fn status(
+        &self,
+        gateway: impl Fn(NetworkId, &NetworkEntry) -> Option<GatewayStatus>,
+    ) -> Vec<NetworkStatus> {
         let status = self.wanted.iter().map(|(id, entry)| {
             let open = match self.failed.get(id) {
                 Some((error, _)) => Err(error.clone()),
@@ -227,6 +247,7 @@ impl Ports {
             NetworkStatus {
                 name: entry.name.clone(),
                 open,
+                gateway: gateway(plane_id(*id), entry),
             }
         });
         status.collect()

@@ -2,6 +2,7 @@
 
 use super::config::{LocalPort, NetworkConfig, PlaneConfig};
 use super::event::{PlaneOutputs, WAITING_MAX};
+use super::gateway::OpenGateway;
 use super::inbox::Inbox;
 use super::network::Network;
 use super::outbound::Outbound;
@@ -91,19 +92,20 @@ pub enum PlaneError {
 
 /// An open network, and what ends it.
 #[derive(Debug)]
-struct Open {
-    network: Arc<Network>,
+pub(super) struct Open {
+    pub(super) network: Arc<Network>,
     bridge: Option<Bridge>,
     members: BTreeSet<HostId>,
+    pub(super) gateway: Option<OpenGateway>,
     /// The thread ends when this is dropped.
     stop: UnixStream,
     thread: JoinHandle<()>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+pub(super) struct State {
     peers: BTreeMap<HostId, Arc<Peer>>,
-    networks: BTreeMap<NetworkId, Open>,
+    pub(super) networks: BTreeMap<NetworkId, Open>,
 }
 
 /// The frame plane of this host. Networks are closed when it is dropped.
@@ -113,7 +115,7 @@ struct State {
 #[derive(Debug)]
 pub struct Plane {
     pub(super) shared: Arc<Shared>,
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
     timer: Option<JoinHandle<()>>,
 }
 
@@ -254,7 +256,7 @@ impl Plane {
             switch: Mutex::new(switch),
         });
         let (stop, stopped) = UnixStream::pair().map_err(PlaneError::System)?;
-        let outbound = Outbound::new(self.shared.clone(), network.clone());
+        let outbound = Outbound::new(self.shared.clone(), network.clone(), None);
         let thread = std::thread::Builder::new()
             .name("plane-tap".to_owned())
             .spawn(move || outbound.run(&stopped))
@@ -263,6 +265,7 @@ impl Plane {
             network,
             bridge,
             members,
+            gateway: None,
             stop,
             thread,
         };
@@ -361,10 +364,14 @@ impl Plane {
         let Open {
             network: closed,
             bridge,
+            gateway,
             stop,
             thread,
             ..
         } = open;
+        if let Some(gateway) = gateway {
+            gateway.close(network)?;
+        }
         drop(stop);
         if thread.join().is_err() {
             tracing::error!(?network, "the thread of the TAP device panicked");
@@ -380,7 +387,7 @@ impl Plane {
         lock(&self.state).networks.keys().copied().collect()
     }
 
-    fn view(&self, network: NetworkId) -> Result<Arc<View>, PlaneError> {
+    pub(super) fn view(&self, network: NetworkId) -> Result<Arc<View>, PlaneError> {
         let tables = self.shared.tables();
         let view = tables.networks.get(&network).cloned();
         view.ok_or(PlaneError::UnknownNetwork(network))
@@ -430,7 +437,7 @@ impl Plane {
     }
 
     /// Replaces the tables of all threads.
-    fn publish(&self, state: &State) {
+    pub(super) fn publish(&self, state: &State) {
         let peers: HashMap<HostId, Arc<Peer>> = state
             .peers
             .iter()
@@ -449,6 +456,7 @@ impl Plane {
             };
             let view = View {
                 network: open.network.clone(),
+                gateway: open.gateway.as_ref().map(|gateway| gateway.device.clone()),
                 members: open.members.iter().filter_map(member).collect(),
             };
             (*id, Arc::new(view))

@@ -11,6 +11,7 @@
 mod config;
 mod control;
 mod event;
+mod gateway;
 mod gather;
 mod inbox;
 mod manage;
@@ -24,6 +25,7 @@ mod timer;
 
 pub use config::{LocalPort, NetworkConfig, PlaneConfig};
 pub use event::{OpenedProbe, Place, PlaneEvent, PlaneOutputs};
+pub use gateway::GatewayPlan;
 pub use inbox::Inbox;
 pub use manage::{NETWORKS_MAX, PEERS_MAX, Plane, PlaneError};
 pub use socket::{Outlet, SendError, Way};

@@ -26,17 +26,24 @@ pub(super) struct Network {
     pub(super) switch: Mutex<Switch>,
 }
 
+/// The TAP device of a network's gateway.
+#[derive(Debug)]
+pub(super) struct GatewayDevice {
+    pub(super) tap: Tap,
+    pub(super) port: PortId,
+}
+
 impl Network {
-    /// Writes a frame to the TAP device.
+    /// Writes a frame to a TAP device.
     #[inline]
-    pub(super) fn write(
+    fn write(
         &self,
         shared: &Shared,
-        virtio: &VirtioHeader,
-        frame: &[u8],
+        tap: &Tap,
+        (virtio, frame): (&VirtioHeader, &[u8]),
         scratch: &mut Scratch,
     ) {
-        if let Some(offloads) = self.tap.write(virtio, frame, &mut scratch.device) {
+        if let Some(offloads) = tap.write(virtio, frame, &mut scratch.device) {
             shared.event(PlaneEvent::OffloadOff {
                 network: self.id,
                 offloads,
@@ -47,7 +54,7 @@ impl Network {
     fn place(&self, port: PortId) -> Place {
         match lock(&self.switch).behind(port) {
             Some(Behind::Host(host)) => Place::Host(host),
-            Some(Behind::Local) | None => Place::Here,
+            Some(Behind::Local | Behind::Gateway) | None => Place::Here,
         }
     }
 
@@ -83,7 +90,34 @@ impl Network {
 }
 
 impl View {
-    /// Takes a frame of a peer: writes it to the TAP device, if it goes to guests of this host.
+    /// Returns the TAP device of a port, if it is one of this host.
+    #[inline]
+    fn device(&self, port: PortId) -> Option<&Tap> {
+        if port == self.network.local {
+            return Some(&self.network.tap);
+        }
+        let gateway = self.gateway.as_ref().filter(|gateway| gateway.port == port);
+        gateway.map(|gateway| &gateway.tap)
+    }
+
+    /// Writes a frame to the TAP device of a port. Returns `false` if it is not one of this host.
+    #[inline]
+    pub(super) fn write_here(
+        &self,
+        shared: &Shared,
+        port: PortId,
+        (virtio, frame): (&VirtioHeader, &[u8]),
+        scratch: &mut Scratch,
+    ) -> bool {
+        let Some(tap) = self.device(port) else {
+            return false;
+        };
+        self.network.write(shared, tap, (virtio, frame), scratch);
+        true
+    }
+
+    /// Takes a frame of a peer: writes it to the TAP device, if it goes to guests of this host or
+    /// to its gateway.
     #[inline]
     pub(super) fn deliver(
         &self,
@@ -96,12 +130,13 @@ impl View {
         let network = &self.network;
         let (here, outputs) = {
             let mut switch = lock(&network.switch);
+            // What comes from another host goes to one device here at most.
             let mut to = switch.frame(now, from, frame);
-            let here = to.any(|port| port == network.local);
+            let here = to.find_map(|port| self.device(port));
             (here, switch.has_outputs())
         };
-        if here {
-            network.write(shared, virtio, frame, scratch);
+        if let Some(tap) = here {
+            network.write(shared, tap, (virtio, frame), scratch);
         }
         if outputs {
             self.run_outputs(shared, scratch);
@@ -152,9 +187,10 @@ impl View {
 
     fn send_made(&self, shared: &Shared, to: PortId, frame: &MadeFrame, scratch: &mut Scratch) {
         let virtio = VirtioHeader::default();
-        if to == self.network.local {
-            self.network.write(shared, &virtio, frame.bytes(), scratch);
-        } else if let Some(peer) = self.peer_behind(to) {
+        let frame_here = (&virtio, frame.bytes());
+        if !self.write_here(shared, to, frame_here, scratch)
+            && let Some(peer) = self.peer_behind(to)
+        {
             peer.send_frame(shared, self.network.id, virtio, frame.bytes(), scratch);
         }
     }

@@ -2,7 +2,7 @@
 
 use super::config::PlaneConfig;
 use super::event::{OpenedProbe, PlaneEvent};
-use super::network::Network;
+use super::network::{GatewayDevice, Network};
 use super::peer::Peer;
 use super::socket::Outlet;
 use super::status::PlaneCounters;
@@ -26,6 +26,8 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Debug)]
 pub(super) struct View {
     pub(super) network: Arc<Network>,
+    /// The device of its gateway, if this host has it.
+    pub(super) gateway: Option<Arc<GatewayDevice>>,
     /// Members other than this host; `None` if they are no peers.
     pub(super) members: Vec<(PortId, HostId, Option<Arc<Peer>>)>,
 }

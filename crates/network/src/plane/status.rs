@@ -8,7 +8,7 @@ use longhaul_overlay::NetworkId;
 use longhaul_overlay::fragment::ReassemblyCounters;
 use longhaul_overlay::offload::Offloads;
 use longhaul_overlay::session::SessionCounters;
-use longhaul_overlay::switch::Counters;
+use longhaul_overlay::switch::{Counters, FlowCounts};
 use longhaul_protocol::HostId;
 
 /// All networks and peers.
@@ -45,6 +45,10 @@ pub struct NetworkStatus {
     pub device: TapCounters,
     /// What the switch counted.
     pub switch: Counters,
+    /// The flows through gateways.
+    pub flows: FlowCounts,
+    /// The device of the gateway, if this host has it, and what it counted.
+    pub gateway: Option<(String, TapCounters)>,
 }
 
 /// A peer.
@@ -100,10 +104,15 @@ impl Plane {
             .values()
             .map(|view| {
                 let network = &view.network;
-                let (switch, (macs, addresses)) = {
+                let (switch, (macs, addresses), flows) = {
                     let switch = lock(&network.switch);
-                    (switch.counters().clone(), switch.sizes())
+                    (
+                        switch.counters().clone(),
+                        switch.sizes(),
+                        switch.flow_counts(),
+                    )
                 };
+                let gateway = view.gateway.as_ref();
                 NetworkStatus {
                     id: network.id,
                     bridge: network.bridge.clone(),
@@ -115,6 +124,9 @@ impl Plane {
                     addresses,
                     device: network.tap.counters(),
                     switch,
+                    flows,
+                    gateway: gateway
+                        .map(|gateway| (gateway.tap.name().to_owned(), gateway.tap.counters())),
                 }
             })
             .collect();

@@ -1,12 +1,10 @@
 //! Makes the Linux bridge of a network, and removes it when nobody uses it.
 
-use super::{Link, batch, links};
+use super::{Link, batch, links, set_all};
 use longhaul_overlay::NetworkId;
 use longhaul_overlay::switch::Vlans;
 use std::fmt::Write as _;
-use std::fs;
 use std::io;
-use std::path::PathBuf;
 
 /// Digits of the base 32 of names: those of tokens (`docs/rendezvous.md`).
 const DIGITS: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
@@ -17,10 +15,15 @@ const ALIAS: &str = "longhaul network ";
 
 /// Returns the names of a network's bridge and TAP device: two letters, and the id in base 32.
 pub fn names(network: NetworkId) -> (String, String) {
+    (name_of(BRIDGE, network), name_of(TAP, network))
+}
+
+/// Returns the name of a network's device of one kind.
+pub(super) fn name_of(kind: &str, network: NetworkId) -> String {
     // 13 digits of 5 bits; the first one has 4 bits.
     let digit = |at: u32| DIGITS[(network.0 >> (60 - 5 * at) & 31) as usize];
     let digits: String = (0..13).map(|at| char::from(digit(at))).collect();
-    (format!("{BRIDGE}{digits}"), format!("{TAP}{digits}"))
+    format!("{kind}{digits}")
 }
 
 fn network_of(bridge: &str) -> Option<NetworkId> {
@@ -161,23 +164,14 @@ fn filter_vlans(bridge: &str, filter: bool) -> io::Result<()> {
 fn silence(interface: &str) -> io::Result<()> {
     // RFC 6890 has no rule for it: strict filtering drops whatever comes from a network without a
     // route, and addresses of other interfaces are not answered for.
-    for (key, value) in [
-        ("ipv6/conf/{}/disable_ipv6", "1"),
-        ("ipv4/conf/{}/rp_filter", "1"),
-        ("ipv4/conf/{}/arp_ignore", "8"),
-    ] {
-        let path = PathBuf::from("/proc/sys/net").join(key.replace("{}", interface));
-        // A kernel without IPv6 has no such file.
-        if path.exists() {
-            fs::write(&path, value).map_err(|error| {
-                io::Error::new(
-                    error.kind(),
-                    format!("cannot set {}: {error}", path.display()),
-                )
-            })?;
-        }
-    }
-    Ok(())
+    set_all(
+        interface,
+        &[
+            ("ipv6/conf/{}/disable_ipv6", "1"),
+            ("ipv4/conf/{}/rp_filter", "1"),
+            ("ipv4/conf/{}/arp_ignore", "8"),
+        ],
+    )
 }
 
 /// Whether there is an interface of this name in the network namespace of the calling thread.

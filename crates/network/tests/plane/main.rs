@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)]
 
 mod devices;
+mod gateways;
 mod isolation;
 mod moves;
 mod traffic;

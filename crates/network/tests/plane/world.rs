@@ -250,6 +250,11 @@ impl World {
         plane.set_way(id(there), Some(way)).unwrap();
     }
 
+    /// Returns the namespace of the Ethernet between the hosts.
+    pub(crate) fn between(&self) -> &Namespace {
+        &self.between
+    }
+
     pub(crate) fn members(&self) -> Vec<HostId> {
         self.hosts.iter().map(|host| host.id).collect()
     }

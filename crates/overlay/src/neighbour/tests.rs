@@ -88,7 +88,9 @@ fn advertisements_by_hand() {
 
 #[test]
 fn probes_are_told_from_questions() {
-    assert_eq!(read(&arp(A, [0; 4], ADDRESS_B)), Some(Neighbour::Probes));
+    let target = Address::V4(ADDRESS_B);
+    let probes = Some(Neighbour::Probes { target });
+    assert_eq!(read(&arp(A, [0; 4], ADDRESS_B)), probes);
     let asks = Neighbour::Asks {
         address: Address::V4(ADDRESS_A),
         target: Address::V4(ADDRESS_B),
@@ -105,7 +107,9 @@ fn probes_are_told_from_questions() {
         target: Address::V6(b),
     };
     assert_eq!(read(&solicitation(A, a, b)), Some(asks));
-    assert_eq!(read(&solicitation(A, [0; 16], b)), Some(Neighbour::Probes));
+    let target = Address::V6(b);
+    let probes = Some(Neighbour::Probes { target });
+    assert_eq!(read(&solicitation(A, [0; 16], b)), probes);
 }
 
 #[test]

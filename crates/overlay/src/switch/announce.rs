@@ -133,6 +133,7 @@ impl Switch {
     pub fn withdraw(&mut self, now: Duration, redirect: Redirect) {
         let number = redirect.mac.number();
         self.pinned.remove(&number);
+        self.flows.forget(redirect.mac);
         self.forget(redirect.mac);
         if self.moved.len() >= PINNED_MAX && !self.moved.contains_key(&number) {
             let oldest = self.moved.iter().min_by_key(|(_, moved)| moved.until);

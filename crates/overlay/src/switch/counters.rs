@@ -31,10 +31,14 @@ pub enum Reason {
     MulticastLimit,
     /// The switch answered it.
     Answered,
+    /// It uses the gateway's MAC address or address, and does not come from a gateway.
+    GatewaySpoofed,
+    /// It goes to the gateway, and there is none here that is meant, or none at all.
+    NoGateway,
 }
 
 /// The number of reasons.
-const REASONS: usize = Reason::Answered as usize + 1;
+const REASONS: usize = Reason::NoGateway as usize + 1;
 
 /// What a switch counted since it was made.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -7,6 +7,8 @@
 mod addresses;
 mod announce;
 mod counters;
+mod flows;
+mod gateway;
 mod learn;
 mod neighbours;
 mod port;
@@ -16,6 +18,8 @@ mod vlans;
 pub use addresses::KnownAddress;
 pub use announce::{Announcement, Redirect};
 pub use counters::{Counters, Reason};
+pub use flows::Carried;
+pub use gateway::{FlowCounts, GatewayConfig};
 pub use port::{Behind, Destinations, PortConfig, PortId};
 pub use vlans::{VLAN_MAX, Vlans};
 
@@ -25,8 +29,10 @@ use crate::hash::Keyed;
 use crate::neighbour::MadeFrame;
 use addresses::Addresses;
 use announce::Moved;
+use flows::Flows;
+use gateway::Gateway;
 use longhaul_protocol::HostId;
-use port::Ports;
+use port::{Port, Ports};
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 use table::{Key, Table};
@@ -60,6 +66,10 @@ pub struct SwitchConfig {
     pub addresses_per_mac_max: u32,
     /// How long an IP address is remembered, and answered for, after its owner's last packet.
     pub address_age: Duration,
+    /// Most flows through gateways that are remembered.
+    pub flows_max: usize,
+    /// Most of them of one guest.
+    pub flows_per_guest_max: usize,
     /// A secret, random for each switch: stations cannot choose addresses that collide in tables.
     pub hash_secret: [u64; 2],
 }
@@ -77,6 +87,8 @@ impl SwitchConfig {
             addresses_max: 16_384,
             addresses_per_mac_max: 32,
             address_age: Duration::from_secs(120),
+            flows_max: 65_536,
+            flows_per_guest_max: 4096,
             hash_secret,
         }
     }
@@ -187,6 +199,9 @@ pub struct Switch {
     moved: HashMap<u64, Moved, Keyed>,
     addresses: Addresses,
     vlans: Vlans,
+    gateway: Option<Gateway>,
+    /// Flows of this host's guests through gateways.
+    flows: Flows,
     outputs: VecDeque<Output>,
     counters: Counters,
 }
@@ -197,6 +212,8 @@ enum Forward {
     One(PortId),
     All,
     Local,
+    /// To the gateways of all hosts.
+    Gateways,
 }
 
 impl Switch {
@@ -216,6 +233,8 @@ impl Switch {
                 config.address_age,
             ),
             vlans: Vlans::all(),
+            gateway: None,
+            flows: Flows::new(keyed, config.flows_max, config.flows_per_guest_max),
             outputs: VecDeque::new(),
             counters: Counters::default(),
         }
@@ -238,7 +257,9 @@ impl Switch {
         if self.ports.all().len() >= PORTS_MAX {
             return Err(SwitchError::TooManyPorts);
         }
-        Ok(self.ports.add(behind, config))
+        let port = self.ports.add(behind, config);
+        self.find_gateways();
+        Ok(port)
     }
 
     /// Sets the VLANs that frames may belong to: all of them at first.
@@ -254,6 +275,7 @@ impl Switch {
         self.sweep_table(now, Some(port));
         self.ports.remove(port);
         self.pinned.retain(|_, pinned| pinned.port != port);
+        self.find_gateways();
         true
     }
 
@@ -315,6 +337,7 @@ impl Switch {
     pub fn tick(&mut self, now: Duration) {
         self.sweep_table(now, None);
         self.addresses.sweep(now);
+        self.flows.sweep(now);
         self.moved.retain(|_, moved| moved.until > now);
     }
 
@@ -335,6 +358,7 @@ impl Switch {
             Ok(Forward::One(port)) => Destinations::one(port),
             Ok(Forward::All) => Destinations::many(self.ports.all(), from),
             Ok(Forward::Local) => Destinations::many(self.ports.local(), from),
+            Ok(Forward::Gateways) => Destinations::many(self.gateways(), from),
             Err(reason) => {
                 self.counters.add(reason);
                 Destinations::none()
@@ -346,7 +370,7 @@ impl Switch {
         let Some(port) = self.ports.get(from) else {
             return Err(Reason::UnknownPort);
         };
-        let (local, only_own_mac) = (port.is_local(), port.config.only_own_mac);
+        let (here, only_own_mac) = (port.is_here(), port.config.only_own_mac);
         let frame = Ethernet::parse(frame).map_err(|bad| match bad {
             BadFrame::Malformed => Reason::Malformed,
             BadFrame::Oversized => Reason::Oversized,
@@ -361,41 +385,64 @@ impl Switch {
         if !self.vlans.has(vlan) {
             return Err(Reason::Vlan);
         }
+        let gateway = self.sending_gateway(from, &frame)?;
         match self.pinned.get(&frame.from.number()) {
+            // It is at many places.
+            _ if gateway.is_some() => {}
             Some(pinned) if pinned.port == from => {}
             // Sent before the guest moved here: forwarded, and not learned.
-            Some(pinned) if !local && now < pinned.settled => {}
+            Some(pinned) if !here && now < pinned.settled => {}
             Some(_) => return Err(self.spoofed(from, frame.from, Reason::Spoofed)),
             None if only_own_mac => {
                 return Err(self.spoofed(from, frame.from, Reason::NotOwnMac));
             }
             None => self.learn(now, from, vlan, frame.from),
         }
-        let speaks = matches!(frame.kind, TYPE_ARP | TYPE_IPV6);
+        if self.is_to_gateway(&frame) {
+            return self.forward_to_gateway(now, from, &frame);
+        }
+        self.forward(now, (from, here), &frame, gateway)
+    }
+
+    /// Decides where a frame goes that may be forwarded, and is not for the gateway. `gateway` is
+    /// the host whose gateway sends it, if one does.
+    fn forward(
+        &mut self,
+        now: Duration,
+        (from, here): (PortId, bool),
+        frame: &Ethernet<'_>,
+        gateway: Option<HostId>,
+    ) -> Result<Forward, Reason> {
+        let speaks = matches!(frame.kind, TYPE_ARP | TYPE_IPV6) && gateway.is_none();
         if frame.to.is_group() {
             self.may_flood(now, from, frame.to)?;
-            if speaks && self.snoop(now, from, &frame) {
+            if speaks && self.snoop(now, from, frame) {
                 return Err(Reason::Answered);
             }
         } else {
             if speaks {
-                self.snoop(now, from, &frame);
+                self.snoop(now, from, frame);
             }
-            let key = Key::new(vlan, frame.to);
-            match self.lookup(now, key, frame.to) {
-                Some(to) if to == from => return Err(Reason::SamePort),
-                Some(to) if local || self.ports.get(to).is_some_and(|to| to.is_local()) => {
+            let key = Key::new(frame.vlan(), frame.to);
+            let place = self.lookup(now, key, frame.to);
+            let is_local = place.and_then(|to| self.ports.get(to)).map(Port::is_local);
+            match (place, is_local) {
+                (Some(to), _) if to == from => return Err(Reason::SamePort),
+                (Some(to), Some(local)) if here || local => {
+                    if let Some(gateway) = gateway.filter(|_| local) {
+                        self.note_answer(now, gateway, frame);
+                    }
                     return Ok(Forward::One(to));
                 }
-                Some(_) => return Err(self.misdirected(now, from, frame.to)),
-                None if !local && self.moved.contains_key(&frame.to.number()) => {
+                (Some(_), _) => return Err(self.misdirected(now, from, frame.to)),
+                (None, _) if !here && self.moved.contains_key(&frame.to.number()) => {
                     return Err(self.misdirected(now, from, frame.to));
                 }
-                None => self.may_flood(now, from, Mac::BROADCAST)?,
+                (None, _) => self.may_flood(now, from, Mac::BROADCAST)?,
             }
         }
         self.counters.replicated += 1;
-        Ok(if local { Forward::All } else { Forward::Local })
+        Ok(if here { Forward::All } else { Forward::Local })
     }
 
     /// Returns where frames to a station go.

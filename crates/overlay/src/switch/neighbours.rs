@@ -12,27 +12,37 @@ use std::time::Duration;
 impl Switch {
     /// Reads a frame of address resolution. Returns whether the switch answers it, so that it need
     /// not be forwarded: a question from this host to everyone, for an address of a station at
-    /// another host.
+    /// another host; or any question from this host for the gateway's address.
     pub(super) fn snoop(&mut self, now: Duration, from: PortId, frame: &Ethernet<'_>) -> bool {
         let Some(packet) = neighbour::parse(frame) else {
             return false;
         };
-        let (address, router, target) = match packet {
-            Neighbour::Tells { address, router } => (address, router, None),
-            Neighbour::Asks { address, target } => (address, None, Some(target)),
-            Neighbour::Probes => return false,
+        let (told, target) = match packet {
+            Neighbour::Tells { address, router } => (Some((address, router)), None),
+            Neighbour::Asks { address, target } => (Some((address, None)), Some(target)),
+            Neighbour::Probes { target } => (None, Some(target)),
         };
-        let known = KnownAddress {
-            vlan: frame.vlan(),
-            address,
-            router,
-        };
-        self.note(now, frame.from, known);
+        if let Some((address, router)) = told {
+            let known = KnownAddress {
+                vlan: frame.vlan(),
+                address,
+                router,
+            };
+            self.note(now, frame.from, known);
+        }
         let local = self.ports.get(from).is_some_and(|port| port.is_local());
-        let Some(target) = target.filter(|_| local && frame.to.is_group()) else {
+        let Some(target) = target.filter(|_| local) else {
             return false;
         };
-        let Some(answer) = self.answer(now, frame, address, target) else {
+        let asker = told.map(|(address, _)| address);
+        let answer = match self.mac_of_gateway(frame.vlan(), target) {
+            Some(mac) => answer_for_gateway(mac, frame, asker, target),
+            None if frame.to.is_group() => {
+                asker.and_then(|asker| self.answer(now, frame, asker, target))
+            }
+            None => None,
+        };
+        let Some(answer) = answer else {
             return false;
         };
         self.output(Output::Answer {
@@ -93,4 +103,23 @@ impl Switch {
             self.note(now, mac, *known);
         }
     }
+}
+
+/// Answers for the gateway. Its address is used at many places, so probes are answered too.
+fn answer_for_gateway(
+    mac: Mac,
+    frame: &Ethernet<'_>,
+    asker: Option<Address>,
+    target: Address,
+) -> Option<MadeFrame> {
+    let asker = match asker {
+        Some(Address::V4(asker)) => asker,
+        None => [0; 4],
+        Some(Address::V6(_)) => return None,
+    };
+    let Address::V4(target) = target else {
+        return None;
+    };
+    let asker = (frame.from, asker);
+    Some(MadeFrame::arp_reply(frame.tag, (mac, target), asker))
 }

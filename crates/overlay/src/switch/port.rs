@@ -17,6 +17,8 @@ pub enum Behind {
     Local,
     /// Another host of the network.
     Host(HostId),
+    /// The gateway of the network on this host.
+    Gateway,
 }
 
 /// The limits of a port.
@@ -97,6 +99,11 @@ impl Port {
     pub(super) fn is_local(&self) -> bool {
         self.behind == Behind::Local
     }
+
+    /// Whether it is no port to another host.
+    pub(super) fn is_here(&self) -> bool {
+        !matches!(self.behind, Behind::Host(_))
+    }
 }
 
 /// All ports, with lists of those that frames are replicated to.
@@ -131,7 +138,10 @@ impl Ports {
             slot: slot as u16,
             generation: *generation,
         };
-        self.all.push(id);
+        // A gateway gets no frames to groups.
+        if behind != Behind::Gateway {
+            self.all.push(id);
+        }
         if behind == Behind::Local {
             self.local.push(id);
         }

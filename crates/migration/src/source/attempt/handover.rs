@@ -10,7 +10,7 @@ use longhaul_api::{ApiError, Phase, Resolve};
 use longhaul_attempt::source::{Action, Cause, Event};
 use longhaul_engine::handover::SourceState;
 use longhaul_protocol::message::{ToDestination, ToSource};
-use longhaul_protocol::wire::VERSION_OF_HELD_FRAMES;
+use longhaul_protocol::wire::{VERSION_OF_FLOWS, VERSION_OF_HELD_FRAMES};
 use tokio::time::Instant;
 
 impl SourceAttempt {
@@ -129,7 +129,11 @@ impl SourceOwner for SourceAttempt {
             }
             Action::Hangup => self.hang_up(),
             Action::Send(message) => {
-                self.passes_on |= matches!(message, ToDestination::Commit { .. });
+                let commits = matches!(message, ToDestination::Commit { .. });
+                if commits && let Some(lost) = self.send_flows() {
+                    return Some(lost);
+                }
+                self.passes_on |= commits;
                 return self.post(message).or_else(|| self.send_held());
             }
             Action::SendBlocks => return self.send_blocks(),
@@ -192,6 +196,18 @@ impl SourceAttempt {
             self.task.sending.wake();
         }
         None
+    }
+
+    /// Sends the guest's flows through gateways, which go on where they began.
+    fn send_flows(&mut self) -> Option<Event> {
+        let session = self.session.as_ref()?;
+        if session.control.peer().version < VERSION_OF_FLOWS {
+            return None;
+        }
+        let flows = self.task.companions.flows();
+        flows
+            .into_iter()
+            .find_map(|flows| self.post(ToDestination::Flows(flows)))
     }
 
     /// Passes on what has come for the guest since it was stopped.
