@@ -44,8 +44,8 @@ pub use openapi::{openapi, openapi_text};
 pub use operation::{Method, Operation};
 pub use plan::{Check, Plan, PlanRequest, Prediction, Verdict};
 pub use realm::{
-    HostPath, JoinRealm, PathKind, Realm, RealmMember, RealmNetwork, RealmServer, RealmStanding,
-    RealmStatus,
+    HostPath, JoinRealm, PathKind, Realm, RealmGateway, RealmMember, RealmNetwork, RealmServer,
+    RealmStanding, RealmStatus,
 };
 pub use report::{
     BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,

@@ -111,6 +111,35 @@ pub struct RealmNetwork {
     pub bridge: Option<String>,
     /// Why this host, a member, has no port in it; null if it has one.
     pub error: Option<String>,
+    /// Gateway of the network; null if it has none, or this host is no member.
+    pub gateway: Option<RealmGateway>,
+}
+
+/// The gateway of a network, as this host uses it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct RealmGateway {
+    /// Addresses of the gateway, each with the bits of its prefix: `10.0.0.1/24`.
+    pub addresses: Vec<String>,
+    /// MAC address of the gateway.
+    pub mac: String,
+    /// Names of the hosts that have it.
+    pub hosts: Vec<String>,
+    /// Device of the gateway on this host; null if this host does not have it.
+    pub device: Option<String>,
+    /// Name of the host whose gateway new flows of guests here leave by; null if there is none.
+    pub near: Option<String>,
+    /// Flows of guests here through gateways.
+    pub flows: u64,
+    /// Those of them that go through another host's gateway.
+    pub elsewhere: u64,
+    /// Flows that could not be remembered, and would not survive a move.
+    pub forgotten: u64,
+    /// Flows that were given up because their gateway is gone.
+    pub given_up: u64,
+    /// Frames that were dropped because they pretended to come from the gateway.
+    pub spoofed: u64,
+    /// Why the gateway does not work here; null if it does.
+    pub error: Option<String>,
 }
 
 /// A rendezvous server of a realm.

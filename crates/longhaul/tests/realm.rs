@@ -453,6 +453,18 @@ fn the_operators_commands_say_what_they_did() {
         "network_add_unknown",
         &["network", "add", "blue", "paris-1"],
     );
+    let mut gateway = |name: &str, words: &[&str]| {
+        run(name, &[&["network", "gateway", "blue"], words].concat());
+    };
+    gateway("network_gateway_none_yet", &["--none"]);
+    gateway("network_gateway_no_address", &[]);
+    gateway("network_gateway_bad", &["--address", "10.0.0.0/24"]);
+    gateway("network_gateway_ipv6", &["--address", "fd00::1/64"]);
+    gateway(
+        "network_gateway_site",
+        &["--address", "10.0.0.1/24", "--site", "atlantis"],
+    );
+    gateway("network_gateway", &["--address", "10.0.0.1/24"]);
     run("network_list", &["network"]);
     run(
         "invite",

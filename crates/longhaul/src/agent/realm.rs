@@ -1,19 +1,20 @@
 //! Owns this host's realm in the agent: joins, shows, leaves, and starts it with the agent.
 
 use longhaul_api::{
-    ApiError, ErrorCode, HostPath, JoinRealm, PathKind, Realm, RealmMember, RealmNetwork,
-    RealmServer, RealmStanding, RealmStatus, Scope,
+    ApiError, ErrorCode, HostPath, JoinRealm, PathKind, Realm, RealmGateway, RealmMember,
+    RealmNetwork, RealmServer, RealmStanding, RealmStatus, Scope,
 };
 use longhaul_hypervisor::config::RealmNetworks;
 use longhaul_migration::host::config::Config;
 use longhaul_migration::host::start_error::StartError;
 use longhaul_network::member::{Handle, MEMBER_FILE, Status, Stored};
-use longhaul_network::networks::{self, Networks, NetworksError, Options, Slot};
+use longhaul_network::networks::{self, NetworkStatus, Networks, NetworksError, Options, Slot};
 use longhaul_network::plane::PlaneConfig;
 use longhaul_network::reach::PeerStatus;
 use longhaul_protocol::HostId;
-use longhaul_realm::membership::{Standing, Why};
+use longhaul_realm::membership::{Member, Standing, Why};
 use longhaul_realm::protocol::{Refused, RefusedCode};
+use longhaul_realm::ruleset::NetworkEntry;
 use longhaul_realm::token::{Token, TokenError};
 use longhaul_transport::{Endpoint, Way};
 use std::collections::BTreeMap;
@@ -255,6 +256,7 @@ fn shown(own: HostId, networks: &Networks) -> Realm {
             .map(|member| member.name.clone())
             .collect(),
         mtu: network.mtu.into(),
+        gateway: gateway(networks, &ports, network, &name_of),
     });
     let servers = status.servers.iter().map(|link| RealmServer {
         fingerprint: link.server.id.to_string(),
@@ -296,6 +298,38 @@ fn shown(own: HostId, networks: &Networks) -> Realm {
             .collect(),
         notices: status.notices.clone(),
     }
+}
+
+/// Returns how the gateway of a network is used here.
+fn gateway<'a>(
+    networks: &Networks,
+    ports: &[NetworkStatus],
+    network: &NetworkEntry,
+    name_of: &impl Fn(&HostId) -> Option<&'a Member>,
+) -> Option<RealmGateway> {
+    let entry = network.gateway.as_ref()?;
+    let port = ports.iter().find(|port| port.name == network.name)?;
+    let used = port.gateway.as_ref()?;
+    let counts = port.open.as_ref().ok().and_then(|open| {
+        // The network may have been closed meanwhile.
+        networks.plane().gateway_counts(open.id).ok()
+    });
+    let (flows, spoofed) = counts.unwrap_or_default();
+    let name = |id: &HostId| name_of(id).map(|member| member.name.clone());
+    let number = |count: usize| u64::try_from(count).unwrap_or(u64::MAX);
+    Some(RealmGateway {
+        addresses: entry.addresses.iter().map(ToString::to_string).collect(),
+        mac: entry.mac.map(|byte| format!("{byte:02x}")).join(":"),
+        hosts: used.hosts.iter().filter_map(name).collect(),
+        device: used.device.clone(),
+        near: used.near.as_ref().and_then(name),
+        flows: number(flows.flows),
+        elsewhere: number(flows.elsewhere),
+        forgotten: flows.full,
+        given_up: flows.given_up,
+        spoofed,
+        error: used.error.clone(),
+    })
 }
 
 /// Returns how a host is reached.

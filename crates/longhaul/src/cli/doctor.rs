@@ -145,6 +145,8 @@ pub(super) async fn doctor(
         };
         findings.extend(realm.iter().flat_map(in_realm));
         findings.extend(bridges(config.as_ref(), realm.as_ref()));
+        findings.extend(realm.iter().flat_map(gateways));
+        findings.extend(realm.as_ref().and_then(closed_tables));
         hosts(&client, (config.as_ref(), realm.is_some()), &mut findings).await;
     }
     let bad = findings.iter().any(|finding| finding.state == State::Bad);
@@ -465,6 +467,106 @@ fn bridges(config: Option<&Config>, realm: Option<&Realm>) -> Option<Finding> {
     })
 }
 
+/// Returns what keeps guests from getting out through gateways.
+fn gateways(realm: &Realm) -> Vec<Finding> {
+    let what = "gateway";
+    let networks = realm.networks.iter();
+    let gateways = networks.filter_map(|network| Some((&network.name, network.gateway.as_ref()?)));
+    let findings = gateways.map(|(network, gateway)| {
+        let addresses = gateway.addresses.join(", ");
+        let text = format!("{addresses} of network {network}");
+        match (&gateway.error, &gateway.device, &gateway.near) {
+            (Some(error), _, _) => Finding::not(
+                what,
+                State::Bad,
+                format!("{text}: {error}"),
+                gateway_hint(error),
+            ),
+            (None, Some(device), _) => match forwards(device) {
+                true => Finding::good(what, format!("{text}: device {device} here")),
+                false => Finding::not(
+                    what,
+                    State::Bad,
+                    format!("{text}: the kernel does not forward what comes from {device}"),
+                    &format!(
+                        "something has changed it: sysctl net.ipv4.conf.{device}.forwarding=1"
+                    ),
+                ),
+            },
+            (None, None, Some(near)) => {
+                Finding::good(what, format!("{text}: guests here leave by {near}"))
+            }
+            (None, None, None) => Finding::not(
+                what,
+                State::Warning,
+                format!("{text}: no host has it"),
+                "the operator names sites of members: longhaul network gateway",
+            ),
+        }
+    });
+    findings.collect()
+}
+
+/// Returns a warning if rules of others drop what is forwarded, where this host has a gateway.
+fn closed_tables(realm: &Realm) -> Option<Finding> {
+    let mut gateways = realm.networks.iter().filter_map(|it| it.gateway.as_ref());
+    gateways.find(|gateway| gateway.device.is_some())?;
+    // Without nftables the agent has said so.
+    let listed = Command::new("nft")
+        .args(["-j", "list", "chains"])
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .output();
+    let listed = serde_json::from_slice(&listed.ok()?.stdout).ok()?;
+    let closed = dropping(&listed);
+    (!closed.is_empty()).then(|| {
+        Finding::not(
+            "gateway",
+            State::Warning,
+            format!(
+                "{} drops what it is not told to forward: guests may not get out",
+                closed.join(", ")
+            ),
+            "let what comes from and goes to lg* pass there; for iptables: iptables -I FORWARD -i \
+             lg+ -j ACCEPT; iptables -I FORWARD -o lg+ -j ACCEPT",
+        )
+    })
+}
+
+/// Returns the chains of nftables that drop forwarded IPv4 packets by default.
+fn dropping(listed: &serde_json::Value) -> Vec<String> {
+    let objects = listed["nftables"].as_array().into_iter().flatten();
+    let chains = objects.map(|object| &object["chain"]);
+    let closed = chains.filter(|chain| {
+        let family = chain["family"].as_str();
+        chain["hook"] == "forward"
+            && chain["policy"] == "drop"
+            && matches!(family, Some("ip" | "inet"))
+    });
+    let name = |chain: &serde_json::Value| {
+        let word = |key: &str| chain[key].as_str().unwrap_or("?").to_owned();
+        format!("chain {} of table {}", word("name"), word("table"))
+    };
+    closed.map(name).collect()
+}
+
+/// Whether the kernel forwards what comes from a device. One that this command does not see, as
+/// in another network namespace, is taken for good.
+fn forwards(device: &str) -> bool {
+    let path = format!("/proc/sys/net/ipv4/conf/{device}/forwarding");
+    std::fs::read_to_string(path).map_or(true, |value| value.trim() == "1")
+}
+
+fn gateway_hint(error: &str) -> &'static str {
+    if error.contains("cannot start nft") {
+        "install nftables (Debian: apt install nftables); the agent tries again every 10 s"
+    } else if error.contains("/proc/sys/net") {
+        "the agent's unit needs ReadWritePaths=/proc/sys/net, as the packaged one has"
+    } else {
+        "remove what is in its way; the agent tries again every 10 s"
+    }
+}
+
 async fn hosts(
     client: &Client,
     (config, in_realm): (Option<&Config>, bool),
@@ -536,6 +638,95 @@ fn limits(config: &Config, trusted: &[(String, String)]) -> Vec<Finding> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use longhaul_api::{RealmGateway, RealmNetwork};
+
+    #[test]
+    fn what_keeps_guests_from_their_gateway_is_named() {
+        let gateway = RealmGateway {
+            addresses: vec!["10.0.0.1/24".to_owned()],
+            mac: "02:6c:68:00:00:01".to_owned(),
+            hosts: Vec::new(),
+            device: None,
+            near: None,
+            flows: 0,
+            elsewhere: 0,
+            forgotten: 0,
+            given_up: 0,
+            spoofed: 0,
+            error: None,
+        };
+        let check = |gateway: RealmGateway| {
+            let realm = Realm {
+                id: String::new(),
+                name: None,
+                standing: RealmStanding::Member,
+                reason: None,
+                version: 1,
+                expires_s: None,
+                members: Vec::new(),
+                networks: vec![RealmNetwork {
+                    name: "blue".to_owned(),
+                    id: String::new(),
+                    members: Vec::new(),
+                    mtu: 1500,
+                    bridge: None,
+                    error: None,
+                    gateway: Some(gateway),
+                }],
+                servers: Vec::new(),
+                notices: Vec::new(),
+            };
+            let [finding] = &gateways(&realm)[..] else {
+                panic!("one gateway");
+            };
+            let hint = finding.hint.clone().unwrap_or_default();
+            (finding.state, format!("{}; {hint}", finding.text))
+        };
+        let with = |change: fn(&mut RealmGateway)| {
+            let mut changed = gateway.clone();
+            change(&mut changed);
+            check(changed)
+        };
+        let (state, said) = check(gateway.clone());
+        assert!(
+            state == State::Warning && said.contains("no host has it"),
+            "{said}"
+        );
+        let (state, said) = with(|it| it.near = Some("oslo".to_owned()));
+        assert!(
+            state == State::Good && said.contains("leave by oslo"),
+            "{said}"
+        );
+        let (state, said) = with(|it| it.device = Some("lgnone".to_owned()));
+        assert!(
+            state == State::Good && said.contains("device lgnone"),
+            "{said}"
+        );
+        for (error, hint) in [
+            ("cannot start nft: not found", "apt install nftables"),
+            ("cannot set /proc/sys/net/ipv4: read-only", "ReadWritePaths"),
+            ("this host has a route", "in its way"),
+        ] {
+            let mut faulty = gateway.clone();
+            faulty.error = Some(error.to_owned());
+            let (state, said) = check(faulty);
+            assert!(state == State::Bad && said.contains(hint), "{said}");
+        }
+        let chain = |family: &str, hook: &str, policy: &str| {
+            serde_json::json!({ "chain": {
+                "family": family, "table": "filter", "name": "FORWARD", "hook": hook,
+                "policy": policy,
+            }})
+        };
+        let listed = serde_json::json!({ "nftables": [
+            { "metainfo": {} },
+            chain("ip", "forward", "drop"),
+            chain("ip6", "forward", "drop"),
+            chain("ip", "input", "drop"),
+            chain("inet", "forward", "accept"),
+        ]});
+        assert_eq!(dropping(&listed), ["chain FORWARD of table filter"]);
+    }
 
     #[test]
     fn an_emulator_that_is_newer_than_what_is_tested_is_named() {

@@ -84,6 +84,25 @@ pub(crate) enum NetworkCommand {
         #[arg(required = true, value_name = "HOST")]
         hosts: Vec<String>,
     },
+    /// Give a network a way out, which has the same addresses at each of its hosts
+    Gateway {
+        /// The network
+        network: String,
+        /// An address of the gateway, and the bits of its subnet's prefix: 10.0.0.1/24; can be
+        /// repeated
+        #[arg(
+            long = "address",
+            value_name = "ADDRESS/BITS",
+            required_unless_present = "none"
+        )]
+        addresses: Vec<String>,
+        /// A site whose hosts have the gateway; can be repeated. Without, all members have it
+        #[arg(long = "site", value_name = "SITE")]
+        sites: Vec<String>,
+        /// Let the network have no gateway
+        #[arg(long, conflicts_with_all = ["addresses", "sites"])]
+        none: bool,
+    },
     /// Remove hosts from a network; without hosts, the network
     Remove {
         /// The network

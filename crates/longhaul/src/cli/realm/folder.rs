@@ -5,13 +5,14 @@ use longhaul_protocol::HostId;
 use longhaul_realm::enrolment::TokenId;
 use longhaul_realm::key::{RealmId, SEED_BYTES, SigningKey};
 use longhaul_realm::ruleset::{
-    Arbiter, HostEntry, NetworkEntry, NetworkId, Ruleset, Scope, ServerEntry, SignedRuleset,
-    StoreId, Tombstone, VlanPolicy, VlanRange,
+    Arbiter, Gateway, GatewayAddress, HostEntry, NetworkEntry, NetworkId, Ruleset, Scope,
+    ServerEntry, SignedRuleset, StoreId, Tombstone, VlanPolicy, VlanRange,
 };
 use longhaul_transport::write_atomic;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -109,6 +110,20 @@ pub(crate) struct PlannedNetwork {
     /// Hosts by name.
     #[serde(default)]
     pub(crate) members: Vec<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) gateway: Option<PlannedGateway>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct PlannedGateway {
+    /// `ADDRESS/BITS`.
+    pub(crate) addresses: Vec<String>,
+    /// 12 hexadecimal digits.
+    pub(crate) mac: String,
+    /// The sites that have it; none if all have.
+    #[serde(default)]
+    pub(crate) sites: Vec<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -324,8 +339,36 @@ impl PlannedNetwork {
             members: self.members.iter().map(member).collect::<Result<_, _>>()?,
             vlans: vlans(&self.vlans)?,
             mtu: self.mtu,
-            gateway: None,
+            gateway: self
+                .gateway
+                .as_ref()
+                .map(|gateway| gateway.entry(name))
+                .transpose()?,
         })
+    }
+}
+
+impl PlannedGateway {
+    fn entry(&self, network: &str) -> Result<Gateway, String> {
+        let mac = id_of(&self.mac);
+        let mac = mac.map_err(|error| format!("the MAC of the gateway of `{network}`: {error}"))?;
+        let addresses = self.addresses.iter().map(|text| gateway_address(text));
+        Ok(Gateway {
+            addresses: addresses.collect::<Result<_, _>>()?,
+            mac,
+            sites: self.sites.clone(),
+        })
+    }
+}
+
+/// Parses `ADDRESS/BITS`. Hosts know IPv4 gateways only.
+pub(crate) fn gateway_address(text: &str) -> Result<GatewayAddress, String> {
+    let address: GatewayAddress = text.parse()?;
+    match address.ip {
+        IpAddr::V4(_) => Ok(address),
+        IpAddr::V6(_) => Err(format!(
+            "`{address}` is an IPv6 address: gateways have IPv4 addresses only"
+        )),
     }
 }
 
@@ -466,10 +509,19 @@ mod tests {
             mtu: 1500,
             vlans: "none".to_owned(),
             members: vec!["paris".to_owned()],
+            gateway: Some(PlannedGateway {
+                addresses: vec!["10.0.0.1/24".to_owned()],
+                mac: "026c68000001".to_owned(),
+                sites: vec!["fr".to_owned()],
+            }),
         };
         folder.plan.network.insert("blue".to_owned(), network);
         let ruleset = folder.next(None, 1_800_000_000).unwrap();
         assert_eq!((ruleset.version, ruleset.networks[0].members.len()), (1, 1));
+        let gateway = ruleset.networks[0].gateway.as_ref().unwrap();
+        assert_eq!(gateway.mac, [2, 0x6c, 0x68, 0, 0, 1]);
+        assert_eq!(gateway.addresses[0].to_string(), "10.0.0.1/24");
+        assert!(gateway.is_at("fr") && !gateway.is_at("no"));
         folder.plan.host.clear();
         let error = folder.next(None, 1_800_000_000).unwrap_err();
         assert!(error.lines()[0].render(200, false).contains("no such host"));

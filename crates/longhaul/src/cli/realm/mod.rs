@@ -13,7 +13,9 @@ use crate::cli::error::CliError;
 use crate::cli::output::Output;
 use crate::cli::paint::{Line, Tone, head, table};
 use crate::cli::{done, now_unix_ms, show};
-use folder::{Folder, PlannedNetwork, PlannedServer, PlannedToken, vlans};
+use folder::{
+    Folder, PlannedGateway, PlannedNetwork, PlannedServer, PlannedToken, gateway_address, vlans,
+};
 use longhaul_api::Scope as ApiScope;
 use longhaul_realm::enrolment::{Authorisation, TokenId};
 use longhaul_realm::ruleset::{NetworkId, Ruleset, Scope, ServerEntry};
@@ -350,6 +352,7 @@ pub(crate) fn network(output: &Output, args: NetworkArgs) -> Result<u8, CliError
                 mtu,
                 vlans: tags,
                 members: Vec::new(),
+                gateway: None,
             };
             folder.plan.network.insert(name.clone(), network);
             changed(output, &folder, format!("network {name} is made"))?;
@@ -364,6 +367,15 @@ pub(crate) fn network(output: &Output, args: NetworkArgs) -> Result<u8, CliError
                 &folder,
                 format!("{} may use {network}", hosts.join(", ")),
             )?;
+        }
+        NetworkCommand::Gateway {
+            network,
+            addresses,
+            sites,
+            none,
+        } => {
+            let text = gateway(&mut folder, &network, (addresses, sites), none)?;
+            changed(output, &folder, text)?;
         }
         NetworkCommand::Remove { network, hosts } if hosts.is_empty() => {
             member_of(&mut folder, &network)?;
@@ -390,6 +402,63 @@ pub(crate) fn network(output: &Output, args: NetworkArgs) -> Result<u8, CliError
     Ok(0)
 }
 
+/// Gives a network a gateway, or removes it. Returns what was changed.
+fn gateway(
+    folder: &mut Folder,
+    network: &str,
+    (addresses, sites): (Vec<String>, Vec<String>),
+    none: bool,
+) -> Result<String, CliError> {
+    if none {
+        let network_entry = member_of(folder, network)?;
+        return match network_entry.gateway.take() {
+            Some(_) => Ok(format!("network {network} has no gateway any more")),
+            None => {
+                let text = format!("network {network} has no gateway");
+                Err(CliError::usage(text, FIX))
+            }
+        };
+    }
+    for address in &addresses {
+        gateway_address(address).map_err(|text| CliError::usage(text, FIX))?;
+    }
+    let is_known = |site: &&String| folder.plan.host.values().any(|host| host.site == **site);
+    if let Some(unknown) = sites.iter().find(|site| !is_known(site)) {
+        let text = format!("no host of the realm is at the site {unknown}");
+        return Err(CliError::usage(
+            text,
+            "`longhaul realm show` lists the hosts and their sites",
+        ));
+    }
+    let planned = member_of(folder, network)?;
+    // It keeps its MAC address, which guests know.
+    let mac = match &planned.gateway {
+        Some(before) => before.mac.clone(),
+        None => new_mac()?,
+    };
+    let at = match sites.is_empty() {
+        true => "every site".to_owned(),
+        false => sites.join(", "),
+    };
+    let text = format!(
+        "network {network} has the gateway {} at {at}",
+        addresses.join(", ")
+    );
+    planned.gateway = Some(PlannedGateway {
+        addresses,
+        mac,
+        sites,
+    });
+    Ok(text)
+}
+
+/// Returns a random MAC address of those that nobody assigns, in hexadecimal digits.
+fn new_mac() -> Result<String, CliError> {
+    let mut mac = random::<6>()?;
+    mac[0] = mac[0] & 0xfc | 2;
+    Ok(hex(&mac))
+}
+
 fn member_of<'a>(folder: &'a mut Folder, name: &str) -> Result<&'a mut PlannedNetwork, CliError> {
     folder.plan.network.get_mut(name).ok_or_else(|| {
         let text = format!("the realm has no network {name}");
@@ -406,17 +475,26 @@ fn networks(output: &Output, folder: &Folder) -> Result<(), CliError> {
                     .tone(Tone::Strong, "longhaul network create NAME"),
             ];
         }
-        let mut rows = vec![head(&["network", "MTU", "VLANs", "hosts"])];
+        let mut rows = vec![head(&["network", "MTU", "VLANs", "gateway", "hosts"])];
         for (name, network) in networks {
             rows.push(vec![
                 Line::text(name.clone()),
                 Line::text(network.mtu.to_string()),
                 Line::text(network.vlans.clone()),
+                Line::text(network.gateway.as_ref().map_or_else(String::new, way_out)),
                 Line::text(network.members.join(", ")),
             ]);
         }
         table(rows)
     })
+}
+
+fn way_out(gateway: &PlannedGateway) -> String {
+    let addresses = gateway.addresses.join(", ");
+    match gateway.sites.is_empty() {
+        true => addresses,
+        false => format!("{addresses} at {}", gateway.sites.join(", ")),
+    }
 }
 
 fn random<const N: usize>() -> Result<[u8; N], CliError> {

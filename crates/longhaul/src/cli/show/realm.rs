@@ -2,7 +2,7 @@
 
 use super::list::may;
 use crate::cli::paint::{Line, Tone};
-use longhaul_api::{Realm, RealmStanding, RealmStatus};
+use longhaul_api::{Realm, RealmGateway, RealmStanding, RealmStatus};
 
 /// Formats the answer to a join.
 pub(crate) fn joined(status: &RealmStatus) -> Vec<Line> {
@@ -72,10 +72,39 @@ pub(crate) fn realm(status: &RealmStatus) -> Vec<Line> {
             "network",
             format!("{}: {}{here}", network.name, network.members.join(", ")),
         );
+        if let Some(gateway) = &network.gateway {
+            let lines = way_out(&network.name, gateway);
+            lines.into_iter().for_each(|text| line("gateway", text));
+        }
     }
     for notice in &realm.notices {
         line("note", notice.clone());
     }
+    lines
+}
+
+/// Returns how guests in a network get out, in lines.
+fn way_out(network: &str, gateway: &RealmGateway) -> Vec<String> {
+    let addresses = gateway.addresses.join(", ");
+    let here = match (&gateway.device, &gateway.near) {
+        (Some(device), _) => format!("device {device} here"),
+        (None, Some(near)) => format!("guests here leave by {near}"),
+        (None, None) => "guests here have no way out".to_owned(),
+    };
+    let hosts = gateway.hosts.join(", ");
+    let mut lines = vec![format!("{addresses} of {network}, at {hosts}; {here}")];
+    lines.extend(gateway.error.clone());
+    if gateway.flows > 0 {
+        let (flows, elsewhere) = (gateway.flows, gateway.elsewhere);
+        lines.push(format!("flows: {flows}, {elsewhere} of them elsewhere"));
+    }
+    let counts = [
+        (gateway.forgotten, "flows not remembered"),
+        (gateway.given_up, "flows given up"),
+        (gateway.spoofed, "spoofed frames"),
+    ];
+    let counts = counts.iter().filter(|(count, _)| *count > 0);
+    lines.extend(counts.map(|(count, what)| format!("{what}: {count}")));
     lines
 }
 
@@ -133,6 +162,19 @@ mod tests {
                 mtu: 1500,
                 bridge: Some("lb0000000000001".to_owned()),
                 error: None,
+                gateway: Some(RealmGateway {
+                    addresses: vec!["10.0.0.1/24".to_owned()],
+                    mac: "02:6c:68:00:00:01".to_owned(),
+                    hosts: vec!["oslo-1".to_owned(), "paris-1".to_owned()],
+                    device: Some("lg0000000000001".to_owned()),
+                    near: Some("paris-1".to_owned()),
+                    flows: 12,
+                    elsewhere: 3,
+                    forgotten: 0,
+                    given_up: 1,
+                    spoofed: 2,
+                    error: None,
+                }),
             }],
             servers: vec![
                 server(true, Some("QUIC"), None),
@@ -146,6 +188,17 @@ mod tests {
     #[test]
     fn realms() {
         golden::check_lines("realm_joined", &joined(&sample()), 120);
+        let mut faulty = sample();
+        if let Some(gateway) = faulty
+            .realm
+            .as_mut()
+            .and_then(|realm| realm.networks[0].gateway.as_mut())
+        {
+            (gateway.device, gateway.flows) = (None, 0);
+            (gateway.given_up, gateway.spoofed) = (0, 0);
+            gateway.error = Some("cannot start nft: No such file or directory".to_owned());
+        }
+        golden::check_lines("realm_gateway_faulty", &realm(&faulty), 120);
         golden::check_lines("realm_none", &realm(&RealmStatus { realm: None }), 120);
         let mut removed = sample();
         if let Some(realm) = &mut removed.realm {
