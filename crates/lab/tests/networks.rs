@@ -22,7 +22,8 @@ use longhaul_lab::process::wait_until;
 use longhaul_lab::product::{Product, Settings, channel_socket};
 use longhaul_lab::realm::{Realm, path_to};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, socket};
-use std::net::UdpSocket;
+use std::io::{Read, Write};
+use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -248,6 +249,174 @@ fn hosts_reach_each_other_behind_one_nat_and_over_ipv6() {
     world.reaches(ipv6, both, "direct");
     // They have no family in common.
     world.reaches(first, ipv6, "relayed");
+}
+
+/// What a server on the Internet sees of a guest that calls it.
+#[derive(Debug, Default)]
+struct Called {
+    /// Where connections that stay come from, and how many words came on them.
+    kept: Vec<IpAddr>,
+    words: u64,
+    /// Where connections come from that end after one word.
+    once: Vec<IpAddr>,
+    /// Where datagrams come from, all of one socket.
+    datagrams: Vec<IpAddr>,
+}
+
+fn lock(called: &Mutex<Called>) -> MutexGuard<'_, Called> {
+    called.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Repeats each word of a connection.
+fn answer(mut client: TcpStream, called: &Mutex<Called>) -> std::io::Result<()> {
+    let from = client.peer_addr()?.ip();
+    client.set_nodelay(true)?;
+    let mut word = [0; 8];
+    loop {
+        client.read_exact(&mut word)?;
+        client.write_all(&word)?;
+        let mut called = lock(called);
+        match u64::from_le_bytes(word) {
+            u64::MAX => called.once.push(from),
+            0 => called.kept.push(from),
+            _ => called.words += 1,
+        }
+    }
+}
+
+/// Starts a server on the first server of the Internet, whose threads stay until the tests end.
+/// Returns its address.
+fn serve(world: &World, called: &Arc<Mutex<Called>>) -> String {
+    const PORT: u16 = 7000;
+    let server = world.lab.internet().unwrap().server(0).unwrap();
+    let v4 = server.addresses().iter().find(|it| !it.contains(':'));
+    let address = format!("{}:{PORT}", v4.unwrap());
+    let namespace = server.namespace();
+    let bound = namespace.enter(|| {
+        let listener = TcpListener::bind(&address).unwrap();
+        (listener, UdpSocket::bind(&address).unwrap())
+    });
+    let (listener, socket) = bound.unwrap();
+    let shared = called.clone();
+    thread::spawn(move || {
+        for client in listener.incoming().filter_map(Result::ok) {
+            let called = shared.clone();
+            // A client that goes away ends its thread.
+            thread::spawn(move || drop(answer(client, &called)));
+        }
+    });
+    let shared = called.clone();
+    thread::spawn(move || {
+        let mut word = [0; 8];
+        while let Ok((length, from)) = socket.recv_from(&mut word) {
+            lock(&shared).datagrams.push(from.ip());
+            // Any may be lost.
+            let _ = socket.send_to(&word[..length], from);
+        }
+    });
+    address
+}
+
+/// Returns what a host says of the gateway of a network.
+fn gateway(agent: &Agent, network: &str) -> serde_json::Value {
+    let said = agent.run(&["--json", "host", "realm"]).unwrap();
+    let said: serde_json::Value = serde_json::from_str(&said).unwrap();
+    let networks = said["realm"]["networks"].as_array().unwrap();
+    let found = networks.iter().find(|found| found["name"] == network);
+    found.unwrap()["gateway"].clone()
+}
+
+#[test]
+fn a_guest_that_moved_leaves_by_the_near_gateway_and_its_connections_by_the_old_one() {
+    let sites = ["port-restricted", "port-restricted"];
+    let Some(world) = World::create("gateways", &sites, 1) else {
+        return;
+    };
+    let network = network::NETWORK;
+    world
+        .realm
+        .create_network(&world.lab, network, &world.agents())
+        .unwrap();
+    let words = ["network", "gateway", network, "--address", "10.78.0.1/24"];
+    world.realm.operate(&world.lab, &words).unwrap();
+    world.realm.publish(&world.lab).unwrap();
+    for agent in world.agents() {
+        let mut said = serde_json::Value::Null;
+        let open = wait_until(LIMIT, || {
+            said = gateway(agent, network);
+            said["device"].is_string() && said["error"].is_null()
+        });
+        assert!(open, "{}: {said}", agent.name());
+    }
+    world.reaches(0, 1, "direct");
+    world.reaches(1, 0, "direct");
+    let called = Arc::<Mutex<Called>>::default();
+    let server = serve(&world, &called);
+    let seen = |what: &dyn Fn(&Called) -> bool, why: &str| {
+        let is_so = wait_until(LIMIT, || what(&lock(&called)));
+        assert!(is_so, "{why}: {:?}", lock(&called));
+    };
+    let internet = world.lab.internet().unwrap();
+    let [lyon, paris] = [0, 1].map(|site| -> IpAddr {
+        let site = internet.site(site).unwrap();
+        site.address().unwrap().parse().unwrap()
+    });
+
+    let mut guest = tiny("calls", Chipset::Q35, QEMU, 1);
+    guest.serves_clients = true;
+    guest.calls = Some(format!("10.78.0.1,{server}"));
+    let arena = Arena::new();
+    for host in 0..2 {
+        let host = world.lab.host(host).unwrap();
+        let socket = channel_socket(host, &guest.name, CHANNEL_NAME);
+        arena.attach(&socket).unwrap();
+    }
+    let start = || {
+        let described = guest.description();
+        let started = world.product.start_guest(&world.lab, 0, &described);
+        started.unwrap();
+    };
+    let end = || world.product.stop_guest(0, &guest.name).unwrap();
+    boot(&arena, start, end);
+    let calls = |it: &Called| it.words > 20 && it.once.len() > 1 && it.datagrams.len() > 20;
+    seen(&calls, "the guest does not get out");
+    {
+        // A boot that was tried again has called before.
+        let mut called = lock(&called);
+        let all = [&called.kept, &called.once, &called.datagrams];
+        assert!(all.into_iter().flatten().all(|from| *from == lyon));
+        called.kept.clear();
+        called.once.clear();
+    }
+
+    let to = world.lab.host(1).unwrap();
+    let moving = world.product.migrate(0, &guest.name, to, &[]).unwrap();
+    let finished = moving.finish(LIMIT).unwrap();
+    assert!(finished.completed(), "{}", finished.why());
+    let (words, datagrams) = {
+        let called = lock(&called);
+        (called.words, called.datagrams.len())
+    };
+    seen(
+        &|it| it.once.contains(&paris),
+        "nothing leaves by the near gateway",
+    );
+    seen(&|it| it.words > words + 20, "the connection has ended");
+    seen(
+        &|it| it.datagrams.len() > datagrams + 20,
+        "the datagrams have ended",
+    );
+    let called = lock(&called);
+    assert!(called.kept.is_empty(), "another connection: {called:?}");
+    let flows: Vec<&IpAddr> = called.datagrams.iter().collect();
+    assert!(flows.iter().all(|from| **from == lyon), "{called:?}");
+    let first_near = called.once.iter().position(|from| *from == paris);
+    let after = &called.once[first_near.unwrap()..];
+    assert!(after.iter().all(|from| *from == paris), "{called:?}");
+    let said = gateway(world.agent(1), network);
+    assert!(said["elsewhere"].as_u64() >= Some(2), "{said}");
+    drop(called);
+    world.product.stop_guest(1, &guest.name).unwrap();
 }
 
 /// Makes a station: an interface with an address, whose other end is a port of a bridge.

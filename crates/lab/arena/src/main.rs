@@ -67,6 +67,8 @@ struct Options {
     beat: Duration,
     /// The address of the guest's network card, where clients are served.
     address: Option<net::Address>,
+    /// A server that it calls.
+    calls: Option<net::Calls>,
 }
 
 impl Options {
@@ -78,6 +80,7 @@ impl Options {
             workloads: None,
             beat: Duration::from_millis(BEAT_MS),
             address: None,
+            calls: None,
         };
         for pair in arguments.chunks(2) {
             let [name, value] = pair else {
@@ -95,6 +98,11 @@ impl Options {
                     let address = net::Address::parse(value);
                     let address = address.ok_or(format!("{value} is no ADDRESS/PREFIX"))?;
                     options.address = Some(address);
+                }
+                "--calls" => {
+                    let calls = net::Calls::parse(value);
+                    let calls = calls.ok_or(format!("{value} is no GATEWAY,ADDRESS:PORT"))?;
+                    options.calls = Some(calls);
                 }
                 _ => options.plan(name, value)?,
             }
@@ -181,7 +189,7 @@ impl Arena {
 
     fn serve(mut self) -> ExitCode {
         if let Some(address) = self.options.address {
-            net::serve(address);
+            net::serve(address, self.options.calls);
         }
         loop {
             match self.open_port().and_then(|mut port| self.speak(&mut port)) {
@@ -360,6 +368,7 @@ mod tests {
             workloads: None,
             beat: Duration::from_millis(BEAT_MS),
             address: None,
+            calls: None,
         })
     }
 

@@ -65,6 +65,46 @@ pub(crate) fn load_module(file: &File, compressed: bool) -> io::Result<()> {
     }
 }
 
+/// A route: `struct rtentry`, which begins with a padding of a word.
+#[repr(C)]
+pub(crate) struct RouteRequest {
+    padding: u64,
+    /// `struct sockaddr` each.
+    to: [u8; 16],
+    gateway: [u8; 16],
+    mask: [u8; 16],
+    flags: u16,
+    /// The metric, the device and limits: none.
+    rest: [u8; 62],
+}
+
+impl RouteRequest {
+    /// Returns a default route through a gateway, of which all addresses are written out.
+    pub(crate) fn new(anywhere: [u8; 16], gateway: [u8; 16], flags: u16) -> Self {
+        Self {
+            padding: 0,
+            to: anywhere,
+            gateway,
+            mask: anywhere,
+            flags,
+            rest: [0; 62],
+        }
+    }
+
+    /// Lets the kernel add it.
+    pub(crate) fn carry_out(&self, socket: &impl AsRawFd, number: c_ulong) -> io::Result<()> {
+        #[expect(unsafe_code, reason = "the standard library has no ioctl")]
+        // SAFETY: the descriptor is open, and the request is a whole rtentry (120 bytes), which the
+        // kernel only reads; its pointer to the name of a device is null.
+        let result = unsafe { ioctl(socket.as_raw_fd(), number, &raw const *self) };
+        if result == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
+    }
+}
+
 /// A network interface, and what is asked or set of it: `struct ifreq`.
 #[repr(C)]
 pub(crate) struct InterfaceRequest {

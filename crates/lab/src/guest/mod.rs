@@ -65,6 +65,8 @@ pub struct Tiny {
     pub beat_ms: u64,
     /// Whether it has a card on the network of guests and clients, and serves clients there.
     pub serves_clients: bool,
+    /// A server that it calls through a gateway of that network: `GATEWAY,ADDRESS:PORT`.
+    pub calls: Option<String>,
 }
 
 impl Tiny {
@@ -79,6 +81,7 @@ impl Tiny {
             disk: None,
             beat_ms: 5,
             serves_clients: false,
+            calls: None,
         }
     }
 
@@ -109,6 +112,9 @@ impl Tiny {
         let mut nics = Vec::new();
         if self.serves_clients {
             command_line.push_str(&format!(" --address {}", network::GUEST_ADDRESS));
+            if let Some(calls) = &self.calls {
+                command_line.push_str(&format!(" --calls {calls}"));
+            }
             nics.push(Nic {
                 network: network::NETWORK.to_owned(),
                 mac: network::GUEST_MAC.to_owned(),
