@@ -16,6 +16,11 @@ pub struct Incarnation(pub [u8; INCARNATION_BYTES]);
 /// Length of an [`Incarnation`], in bytes.
 pub const INCARNATION_BYTES: usize = 16;
 
+/// Identifies the lease store of an arbiter from its creation to its loss. A store that was
+/// restored from a backup gets another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct StoreId(pub [u8; 16]);
+
 /// Identifies one migration of one guest, permanently.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct MigrationId(pub [u8; 8]);

@@ -21,5 +21,6 @@ pub mod wire;
 
 pub use id::{
     Attempt, AttemptId, Epoch, Generation, HostId, INCARNATION_BYTES, Incarnation, MigrationId,
+    StoreId,
 };
 pub use region::{BLOCK_SIZE, BlockRange, RegionId, RegionKind, RegionSpec};

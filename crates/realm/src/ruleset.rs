@@ -29,10 +29,7 @@ pub type VerifiedRuleset = Verified<Ruleset>;
 )]
 pub struct NetworkId(pub [u8; 8]);
 
-/// Identifies the lease store of an arbiter from its creation to its loss. A store that was
-/// restored from a backup gets another one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct StoreId(pub [u8; 16]);
+pub use longhaul_protocol::StoreId;
 
 /// One version of what holds in a realm.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -4,14 +4,15 @@ use super::file::{Order, Stored, Writer};
 use super::gossip::Peers;
 use super::link::{self, Up};
 use super::status::{LinkState, Status};
-use super::{Event, MemberError};
+use super::{Acquired, Event, MemberError};
 use bytes::Bytes;
 use longhaul_overlay::seal::Suite;
-use longhaul_protocol::HostId;
 use longhaul_protocol::wire::Message;
+use longhaul_protocol::{Generation, HostId, StoreId};
 use longhaul_realm::Now;
-use longhaul_realm::member::{Action, Config, Input, Member, Notice};
+use longhaul_realm::member::{Action, Config, Failure, Input, Member, Notice};
 use longhaul_realm::membership::{Standing, Why};
+use longhaul_realm::protocol::LeaseAnswer;
 use longhaul_realm::ruleset::ServerEntry;
 use longhaul_realm::server::WriteId;
 use longhaul_realm::wire::{decode, encode};
@@ -22,7 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
 /// Inputs that wait.
@@ -33,6 +34,12 @@ const LOOK: Duration = Duration::from_secs(30);
 const TTL_S: u16 = 60;
 /// Notices that are shown.
 const NOTICES_MAX: usize = 32;
+
+/// Requests for leases have numbers from here on, others below.
+const LEASES_FROM: u32 = 1 << 31;
+
+/// The answer to a request for a lease.
+type LeaseResult = Result<LeaseAnswer, Failure>;
 
 /// What a member needs.
 #[derive(Debug)]
@@ -61,6 +68,7 @@ pub(super) enum Incoming {
     Peer(HostId, u64, mpsc::Sender<Vec<u8>>),
     PeerGone(HostId, u64),
     Gossip(HostId, Bytes),
+    Lease(StoreId, String, Generation, oneshot::Sender<LeaseResult>),
     Stop,
 }
 
@@ -76,6 +84,28 @@ impl Handle {
     pub async fn input(&self, input: Input) {
         // Fails only when the member has stopped: nobody waits for an answer then.
         let _ = self.inputs.send(Incoming::Input(input)).await;
+    }
+
+    /// Asks the arbiter for the lease of a guest in a generation. May wait for long: limit it.
+    pub async fn acquire(
+        &self,
+        store: StoreId,
+        guest: &str,
+        generation: Generation,
+    ) -> Result<Acquired, String> {
+        let (answer, answered) = oneshot::channel();
+        let order = Incoming::Lease(store, guest.to_owned(), generation, answer);
+        // Fails only when the member has stopped, and then nothing answers.
+        let _ = self.inputs.send(order).await;
+        match answered.await.unwrap_or(Err(Failure::NoServer)) {
+            Ok(LeaseAnswer::Granted { .. }) => Ok(Acquired::Granted),
+            Ok(LeaseAnswer::Refused { latest }) => Ok(Acquired::Denied {
+                latest: latest.generation,
+                holder: latest.holder,
+            }),
+            Ok(LeaseAnswer::Released) => Err("the arbiter answers another question".to_owned()),
+            Err(failure) => Err(failure.to_string()),
+        }
     }
 
     /// Returns the host's view of its realm, and its changes.
@@ -139,6 +169,7 @@ pub fn start(options: Options) -> Result<(Handle, JoinHandle<()>), MemberError> 
         members: Vec::new(),
         networks: Vec::new(),
         servers: Vec::new(),
+        arbiter: None,
         notices: Vec::new(),
         refused: (0, None),
     };
@@ -153,6 +184,8 @@ pub fn start(options: Options) -> Result<(Handle, JoinHandle<()>), MemberError> 
         events,
         links: BTreeMap::new(),
         next_try: 1,
+        leases: BTreeMap::new(),
+        next_lease: LEASES_FROM,
         peers: Peers::default(),
         trusted: BTreeSet::new(),
         collisions: Vec::new(),
@@ -207,6 +240,9 @@ struct Driver {
     events: Option<mpsc::Sender<Event>>,
     links: BTreeMap<HostId, Link>,
     next_try: u64,
+    /// The requests for leases that wait for an answer.
+    leases: BTreeMap<u32, oneshot::Sender<LeaseResult>>,
+    next_lease: u32,
     peers: Peers,
     /// The members in the trust store.
     trusted: BTreeSet<HostId>,
@@ -289,8 +325,28 @@ impl Driver {
                     self.handle(Input::PeerDisconnected(host));
                 }
             },
+            Incoming::Lease(store, guest, generation, answer) => {
+                // Who asked may have gone since.
+                self.leases.retain(|_, answer| !answer.is_closed());
+                let request = self.next_lease;
+                self.next_lease = request.wrapping_add(1).max(LEASES_FROM);
+                self.leases.insert(request, answer);
+                self.handle(Input::AcquireLease(request, store, guest, generation));
+            }
             Incoming::Stop => {}
         }
+    }
+
+    /// The answer to a request. Who asked for a lease may have gone since.
+    fn answered(&mut self, request: u32, answer: LeaseResult) {
+        if let Some(asked) = self.leases.remove(&request) {
+            let _ = asked.send(answer);
+            return;
+        }
+        self.tell(match answer {
+            Ok(answer) => Event::Lease(request, answer),
+            Err(failure) => Event::Failed(request, failure),
+        });
     }
 
     fn up(&mut self, server: HostId, number: u64, mut up: Up) {
@@ -382,8 +438,8 @@ impl Driver {
                     bytes_per_s,
                 }),
                 Action::RelayClosed(server, id) => self.tell(Event::RelayClosed(server, id)),
-                Action::Lease(request, answer) => self.tell(Event::Lease(request, answer)),
-                Action::Failed(request, failure) => self.tell(Event::Failed(request, failure)),
+                Action::Lease(request, answer) => self.answered(request, Ok(answer)),
+                Action::Failed(request, failure) => self.answered(request, Err(failure)),
                 Action::Notice(notice) => self.notice(notice),
             }
         }
@@ -484,6 +540,8 @@ impl Driver {
         self.status.standing = membership.standing(own, now.unix_s);
         self.status.version = membership.version();
         self.status.expires_s = ruleset.map_or(0, |ruleset| ruleset.expires_s);
+        let arbiter = ruleset.and_then(|ruleset| ruleset.arbiter);
+        self.status.arbiter = arbiter.map(|arbiter| (arbiter.server, arbiter.store));
         self.status.networks = ruleset.map_or_else(Vec::new, |ruleset| ruleset.networks.clone());
         self.status.members = members;
         self.trust(trusted);

@@ -26,7 +26,7 @@ pub use link::connect_server;
 pub use status::{LinkState, Status};
 
 use bytes::Bytes;
-use longhaul_protocol::HostId;
+use longhaul_protocol::{Generation, HostId};
 use longhaul_realm::member::Failure;
 use longhaul_realm::membership::Why;
 use longhaul_realm::protocol::{LeaseAnswer, Peer, SessionId};
@@ -34,6 +34,20 @@ use longhaul_realm::signed::DocumentError;
 use longhaul_realm::token::TokenError;
 use std::net::SocketAddr;
 use tokio::sync::mpsc;
+
+/// The arbiter's answer to a question for a lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Acquired {
+    /// This host has it, for ever.
+    Granted,
+    /// This host never gets it.
+    Denied {
+        /// The generation of the guest's latest lease.
+        latest: Generation,
+        /// The host that has that one.
+        holder: HostId,
+    },
+}
 
 /// How relayed datagrams reach a server.
 #[derive(Debug)]

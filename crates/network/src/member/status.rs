@@ -1,6 +1,6 @@
 //! What a member shows of its realm.
 
-use longhaul_protocol::HostId;
+use longhaul_protocol::{HostId, StoreId};
 use longhaul_realm::key::RealmId;
 use longhaul_realm::membership::{Member, Standing};
 use longhaul_realm::ruleset::{NetworkEntry, ServerEntry};
@@ -22,6 +22,8 @@ pub struct Status {
     pub networks: Vec<NetworkEntry>,
     /// The servers.
     pub servers: Vec<LinkState>,
+    /// The arbiter that the ruleset names: the server and its store.
+    pub arbiter: Option<(HostId, StoreId)>,
     /// What an operator should know, the latest last; at most 32.
     pub notices: Vec<String>,
     /// The number of refusals by servers so far, and the last one. A host that joins watches it.
