@@ -34,6 +34,8 @@ const KNOWN: &str = "longhaul/tests/refusals.rs::\
     a_plan_shows_what_the_destination_knows_of_the_guest";
 const LACKING: &str = "longhaul/tests/refusals.rs::\
     a_plan_shows_what_the_hosts_themselves_lack";
+const LEASES: &str = "lab/tests/leases.rs::\
+    a_source_takes_its_guest_back_through_the_arbiter_when_the_destination_is_lost";
 const LIMITS: &str = "longhaul/tests/refusals.rs::\
     a_plan_shows_the_limits_of_the_source_at_the_destination";
 const LINES: &str = "lab-guests/tests/guests.rs::\
@@ -356,6 +358,7 @@ const LIST: &[(&str, &str, usize, Shown)] = &[
         2,
         Shared("checks_now", ABSURD),
     ),
+    ("source/arbiter.rs", "check", 2, InPlan(LEASES)),
     (
         "source/attempt.rs",
         "decided",
@@ -463,6 +466,12 @@ const LIST: &[(&str, &str, usize, Shown)] = &[
     ),
     ("source/tracking.rs", "refuse_tracked", 1, InPlan(SOURCE)),
     ("status/failure.rs", "attach", 1, Passes("of `attach`")),
+    (
+        "status/failure.rs",
+        "no_arbiter",
+        1,
+        Later("the arbiter went since the plan, or gave the generation away"),
+    ),
     (
         "status/failure.rs",
         "refused",

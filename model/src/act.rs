@@ -153,7 +153,13 @@ impl Machine {
                 give_back(world, host, generation, (Holder::InDoubt, Holder::Here));
             }
             Do::Unfence(generation) => note(world, host, generation, Holder::Here),
-            Do::SendCommit(_) => send(world, index, Message::Commit),
+            Do::SendCommit(commit) => {
+                let message = match commit.arbiter {
+                    None => Message::Commit,
+                    Some(_) => Message::CommitWithLease,
+                };
+                send(world, index, message);
+            }
             Do::SendCancel(_) => send(world, index, Message::Cancel),
             Do::SendOverruled(_) => send(world, index, Message::Overruled),
             Do::SendDone => send(world, index, Message::Done),
@@ -226,7 +232,8 @@ impl Machine {
                 self.came(world, index, DestinationEvent::QemuGone);
             }
             Do::FillMissing => self.came(world, index, DestinationEvent::AllPresent),
-            Do::Write(_) | Do::Resume => {}
+            // The arbiter's answer is a step of its own.
+            Do::Claim(_) | Do::Write(_) | Do::Resume => {}
         }
     }
 

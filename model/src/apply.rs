@@ -1,6 +1,6 @@
 //! Applies each possible step to the world.
 
-use crate::machine::{Machine, send};
+use crate::machine::{Machine, STORE, send};
 use crate::outcome::Outcome;
 use crate::step::Step;
 use crate::variant::Variant;
@@ -8,7 +8,7 @@ use crate::world::{
     ATTEMPTS, Attempt, DESTINATION, Holder, Message, Property, Qemu, SOURCE, Side, Snapshot, World,
 };
 use longhaul_engine::handover::{
-    DestinationEvent as OnDestination, DestinationState, Record, SourceEvent as OnSource,
+    Commit, DestinationEvent as OnDestination, DestinationState, Record, SourceEvent as OnSource,
     SourceState,
 };
 
@@ -26,7 +26,12 @@ impl Machine {
             Step::Prepare { index, ending } => self.prepare(&mut next, index, ending),
             Step::GiveUp { index } => self.give_up(&mut next, index),
             Step::Reclaim { host } => self.reclaim(&mut next, host),
-            Step::Begin { host } => self.ask_for_migration(&mut next, host),
+            Step::Begin { host, arbitrated } => self.ask_for_migration(&mut next, host, arbitrated),
+            Step::Claim {
+                index,
+                side,
+                answered,
+            } => self.claim(&mut next, index, side, answered),
             Step::Connect { index } => self.connect(&mut next, index),
             Step::Abort { index, side } => self.abort(&mut next, index, side),
             Step::SeeGone { index, side } => self.see_gone(&mut next, index, side),
@@ -85,7 +90,12 @@ impl Machine {
         Some((side, state))
     }
 
-    fn ask_for_migration(&mut self, world: &mut World, host: usize) -> Option<()> {
+    fn ask_for_migration(
+        &mut self,
+        world: &mut World,
+        host: usize,
+        arbitrated: bool,
+    ) -> Option<()> {
         let index = world.begun();
         let it = &world.hosts[host];
         let may = index < self.setting.attempts
@@ -93,7 +103,7 @@ impl Machine {
             && it.holder == Holder::Here
             && it.qemu.is_live()
             && !self.is_busy(world, host, None);
-        may.then(|| self.begin(world, index, host))
+        may.then(|| self.begin(world, index, host, arbitrated))
     }
 
     /// Executes a new connection, which begins with the question.
@@ -186,8 +196,65 @@ impl Machine {
         Some(())
     }
 
+    fn has_lease(&self, world: &World, index: usize, side: usize) -> bool {
+        let attempt = &world.attempts[index];
+        let host = &world.hosts[attempt.host(side)];
+        host.leases & 1 << (attempt.generation + 1) != 0
+    }
+
+    /// The arbiter gives a lease to the first that asks, and to that one again. The answer may be
+    /// lost. A question that comes late is this one; an answer that comes late is that to another
+    /// question. The source asks only while its guest is stopped in its QEMU.
+    fn claim(
+        &mut self,
+        world: &mut World,
+        index: usize,
+        side: usize,
+        answered: bool,
+    ) -> Option<()> {
+        let variant = self.setting.variant;
+        if side == SOURCE {
+            let (_, state) = self.idle_source(world, index)?;
+            let SourceState::Released { arbiter } = state else {
+                return None;
+            };
+            let qemu = world.hosts[world.attempts[index].host(SOURCE)].qemu;
+            let here = qemu.is_stopped() || variant == Variant::ClaimedWithoutGuest;
+            let asks = arbiter.is_some() || variant == Variant::PlainReleaseClaimed;
+            if !here || !asks {
+                return None;
+            }
+        } else {
+            let (_, state) = self.idle_destination(world, index)?;
+            if !matches!(state, DestinationState::Claiming { .. }) {
+                return None;
+            }
+        }
+        let taken = self.has_lease(world, index, side ^ 1) && variant != Variant::GivenTwice;
+        let again = self.has_lease(world, index, side);
+        if !taken {
+            let attempt = &world.attempts[index];
+            let (host, generation) = (attempt.host(side), attempt.generation + 1);
+            if generation >= 8 {
+                world.blame(Property::Capacity);
+            }
+            world.hosts[host].leases |= 1 << (generation & 7);
+        }
+        let unheard = variant == Variant::UnansweredTaken && side == SOURCE;
+        match (side, answered || unheard) {
+            (_, false) if again || taken => return None,
+            (_, false) => {}
+            (SOURCE, true) if taken && !unheard => return None,
+            (SOURCE, true) => self.feed_source(world, index, OnSource::Granted(STORE)),
+            (_, true) if taken => self.feed_destination(world, index, OnDestination::Denied(STORE)),
+            (_, true) => self.feed_destination(world, index, OnDestination::Granted(STORE)),
+        }
+        Some(())
+    }
+
     /// Allowed only to an operator whose statement is right: the other host is lost and runs
-    /// nothing, and the guest did not go on from there to another attempt.
+    /// nothing, and the guest did not go on from there: neither to another attempt, nor because the
+    /// arbiter gave it back.
     fn overrule(&mut self, world: &mut World, index: usize, side: usize) -> Option<()> {
         if index + 1 != world.begun() {
             return None;
@@ -200,7 +267,7 @@ impl Machine {
         let because = String::new();
         if side == SOURCE {
             let (_, state) = self.idle_source(world, index)?;
-            if !matches!(state, SourceState::Released | SourceState::Done) {
+            if !matches!(state, SourceState::Released { .. } | SourceState::Done) {
                 return None;
             }
             if state == SourceState::Done {
@@ -210,7 +277,13 @@ impl Machine {
             self.feed_source(world, index, OnSource::Overrule(because));
         } else {
             let (_, state) = self.idle_destination(world, index)?;
-            if state != DestinationState::Ready {
+            let waits = matches!(
+                state,
+                DestinationState::Ready | DestinationState::Claiming { .. }
+            );
+            let given_back = self.has_lease(world, index, SOURCE)
+                && self.setting.variant != Variant::OverruledArbiter;
+            if !waits || given_back {
                 return None;
             }
             world.attempts[index].overruled[DESTINATION] = true;
@@ -455,7 +528,7 @@ impl Machine {
             Message::Ready => OnSource::Ready(of),
             Message::Committed => OnSource::Committed(of),
             // It is two events: that of the commit, and then this one.
-            Message::AllPresent if state == SourceState::Released => {
+            Message::AllPresent if matches!(state, SourceState::Released { .. }) => {
                 send(world, index, Message::AllPresent);
                 OnSource::Committed(of)
             }
@@ -524,7 +597,14 @@ impl Machine {
                 world.hosts[host].qemu = Qemu::Loaded;
                 OnDestination::Loaded
             }
-            Message::Commit => OnDestination::Commit(terms.attempt, terms.next()),
+            Message::Commit | Message::CommitWithLease => {
+                let with_lease = message == Message::CommitWithLease;
+                let commit = Commit {
+                    generation: terms.next(),
+                    arbiter: with_lease.then_some(STORE),
+                };
+                OnDestination::Commit(terms.attempt, commit)
+            }
             Message::Cancel => OnDestination::Abort(String::new()),
             Message::Ask => OnDestination::Asked,
             Message::Done => OnDestination::Done,

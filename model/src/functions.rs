@@ -82,10 +82,15 @@ pub(crate) struct Functions<S: SideOf> {
 }
 
 /// The inputs of an answer besides state and event.
-type Key = (u32, u64, bool);
+type Key = (u32, u64, bool, bool);
 
 fn key(terms: &Terms) -> Key {
-    (terms.attempt.0, terms.generation.0, terms.early)
+    (
+        terms.attempt.0,
+        terms.generation.0,
+        terms.early,
+        terms.arbiter.is_some(),
+    )
 }
 
 impl<S: SideOf> Functions<S> {

@@ -60,6 +60,12 @@
 //! - Nothing of the source is needed once the guest runs, or the source sends what is missing, or
 //!   an operator gives it up. Product: `destination.rs` in `attempt`: `after_step`,
 //!   `destination/fetch.rs`; here: `all_present`, `give_up`.
+//! - A destination that has COMMIT for an arbiter asks it, for a limited time, and then gives up.
+//!   Product: `handover/ledger.rs`: `claim_in_time`; here: `claim`, `abort`.
+//! - A source in doubt asks the arbiter only while its QEMU has the stopped guest. Product:
+//!   `source/attempt/handover.rs`, `source/recovered.rs`: `claim`; here: `claim`.
+//! - An operator's decision for the destination is refused if the arbiter has given the guest back.
+//!   Product: `lib.rs`: `claim_before`; here: `overrule`.
 //! - An operator takes the right back only while no attempt of the guest is open. Product:
 //!   `left_behind.rs`; here: `reclaim`.
 //! - The destination's journal is removed with CLOSED, the source's when the source learns of that.
@@ -69,12 +75,15 @@
 //! Assumptions about the world: a message is from the peer and intact; a lost host loses the
 //! messages on their way to it; in `postmigrate` only `cont` wakes a guest; an operator who
 //! declares a host dead or fenced is right, and starts nothing there before the agents have met;
-//! the right is taken back only from a host that never returns.
+//! the right is taken back only from a host that never returns; the arbiter gives each lease to one
+//! host, for ever. A question or an answer of the arbiter may be lost or come late. An arbiter that
+//! is gone answers nothing: one that was restored has another store.
 //!
 //! Not modelled: the content of blocks; disks beyond their being retired; faulty or hostile peers
-//! (attempts and generations of others are refused by the functions, and tested there); a third
-//! host; a right that cannot be written; time, so every time-out may happen at any moment; a reset,
-//! which changes nothing for the handover.
+//! (attempts, generations and stores of others are refused by the functions, and tested there); a
+//! third host, which may hold the lease: then the source never gets it; a right that cannot be
+//! written; time, so every time-out may happen at any moment; a reset, which changes nothing for
+//! the handover.
 
 mod act;
 mod apply;

@@ -115,6 +115,16 @@ fn new_round(schedule: Schedule, round: u8) -> Vec<Step> {
     if round > 0 {
         // An operator decides for a host that never returns; others have returned.
         let sides = [SOURCE, DESTINATION];
+        // The arbiter, if this schedule has one, decides before an operator.
+        let claims = [SOURCE, DESTINATION].map(|side| {
+            (0..2).map(move |index| Step::Claim {
+                index,
+                side,
+                answered: true,
+            })
+        });
+        let claims = claims.into_iter().flatten();
+        steps.extend(claims.filter(|_| schedule == Schedule::Onward));
         steps.extend((0..2).flat_map(|index| {
             let overrule = |side| Step::Overrule { index, side };
             sides
@@ -196,6 +206,13 @@ fn next_step(machine: &mut Machine, world: &World, schedule: Schedule) -> Option
             Step::AllPresent { index },
         ]
     });
+    // The other schedule has no arbiter.
+    let claims = [0, 1].map(|index| Step::Claim {
+        index,
+        side: DESTINATION,
+        answered: true,
+    });
+    let own = own.chain(claims.into_iter().filter(|_| !giving_up));
     let wakes = hosts.map(|host| Step::LoseSocket { host });
     own.chain(onward).chain(wakes).find_map(take)
 }

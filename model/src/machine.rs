@@ -14,7 +14,7 @@ use crate::world::{
 use longhaul_engine::handover::{
     self, DestinationEvent, DestinationState, Record, SourceEvent, SourceState, Terms,
 };
-use longhaul_protocol::{Generation, HostId, Incarnation, MigrationId};
+use longhaul_protocol::{Generation, HostId, Incarnation, MigrationId, StoreId};
 use std::collections::HashMap;
 
 /// The parameters of a run of the model.
@@ -34,11 +34,16 @@ pub struct Setting {
     pub orderly: bool,
     /// Blocks are missing at the destination when the guest runs there: only the source has them.
     pub drains: bool,
+    /// There is an arbiter.
+    pub arbiter: bool,
     /// Whether doubt must end, too.
     pub doubt: bool,
     /// The deliberate fault.
     pub variant: Variant,
 }
+
+/// The arbiter's store.
+pub(crate) const STORE: StoreId = StoreId([0; 16]);
 
 /// The functions of both sides, and their inputs.
 #[derive(Debug)]
@@ -68,6 +73,7 @@ impl Machine {
             attempt: longhaul_protocol::Attempt(index as u32 + 1),
             generation: Generation(u64::from(attempt.generation)),
             early: self.setting.early,
+            arbiter: attempt.arbitrated.then_some(STORE),
         }
     }
 
@@ -110,12 +116,13 @@ impl Machine {
 
     // How an attempt begins.
 
-    pub(crate) fn begin(&mut self, world: &mut World, index: usize, host: usize) {
+    pub(crate) fn begin(&mut self, world: &mut World, index: usize, host: usize, arbitrated: bool) {
         let other = &world.hosts[host ^ 1];
         world.attempts[index] = Attempt {
             begun: true,
             preparing: Preparing::Begins,
             offered_to: [other.lives, other.identity],
+            arbitrated,
             from: host as u8,
             generation: world.hosts[host].generation,
             ..Attempt::default()
@@ -435,7 +442,7 @@ impl Machine {
         };
         let has_released = |records: &Vec<&Record>| {
             let mut records = records.iter();
-            records.any(|record| matches!(record, Record::Released { .. }))
+            records.any(|record| record.is_release())
         };
         let is_back = |records: &Vec<&Record>| {
             records.iter().any(|record| match record {
@@ -484,7 +491,7 @@ impl Machine {
         let it = &mut world.attempts[index].sides[side];
         if it.tail != 0 {
             let tail = std::mem::take(&mut it.tail);
-            if matches!(self.records.record(tail), Record::Released { .. }) {
+            if self.records.record(tail).is_release() {
                 self.seen.add(Outcome::ReleasedByFailedWrite);
             }
             let all_present = matches!(self.records.record(tail), Record::AllPresent { .. });
@@ -607,7 +614,8 @@ impl Machine {
         use SourceState as Is;
         let outcome = match (self.source.state(state), self.source.event(event)) {
             (Is::Here { .. }, On::Abort(_)) => Outcome::AbortedBeforeRelease,
-            (Is::Released, On::PeerAborted(_)) => Outcome::AbortedAfterRelease,
+            (Is::Released { .. }, On::PeerAborted(_)) => Outcome::AbortedAfterRelease,
+            (Is::Released { arbiter: Some(_) }, On::Granted(_)) => Outcome::GivenBackByArbiter,
             (Is::Overruling { .. }, On::Written(_)) => Outcome::OverruledToSource,
             (Is::Closed { here: true } | Is::Aborted, On::Committed(_) | On::AllPresent(_)) => {
                 Outcome::Conceded
@@ -626,6 +634,8 @@ impl Machine {
                 Outcome::OverruledToDestination
             }
             (Is::Yielding, On::Written(_)) => Outcome::Conceded,
+            (Is::Claiming { .. }, On::Granted(_)) => Outcome::CommittedWithLease,
+            (Is::Claiming { .. }, On::Denied(_)) => Outcome::LeaseDenied,
             (Is::Aborted, On::Commit(..)) => Outcome::LateCommitRefused,
             (Is::Unknown, On::Asked) => Outcome::AbortedUnknown,
             (Is::Receiving { .. }, On::Commit(..)) => Outcome::CommittedEarly,

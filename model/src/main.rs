@@ -159,9 +159,14 @@ fn describe(configuration: &Configuration) -> String {
     } else {
         "in any order"
     };
+    let arbiter = if setting.arbiter {
+        ", with an arbiter"
+    } else {
+        ""
+    };
     let [a, b] = budget.crashes;
     let mut text = format!(
-        "{release} release, {guest} guest, moves {}, messages on the way {} {order}",
+        "{release} release, {guest} guest, moves {}, messages on the way {} {order}{arbiter}",
         setting.attempts, setting.messages,
     );
     let troubles = [

@@ -43,11 +43,17 @@ pub enum Outcome {
     GivenUp,
     /// An operator took the right back from a host that never returns.
     Reclaimed,
+    /// The destination committed with the arbiter's lease.
+    CommittedWithLease,
+    /// The destination gave up, because the source had the lease.
+    LeaseDenied,
+    /// The source took the guest back with the arbiter's lease.
+    GivenBackByArbiter,
 }
 
 impl Outcome {
     /// All outcomes.
-    pub const ALL: [Outcome; 20] = [
+    pub const ALL: [Outcome; 23] = [
         Outcome::Committed,
         Outcome::AbortedBeforeRelease,
         Outcome::AbortedAfterRelease,
@@ -68,6 +74,9 @@ impl Outcome {
         Outcome::NotResumed,
         Outcome::GivenUp,
         Outcome::Reclaimed,
+        Outcome::CommittedWithLease,
+        Outcome::LeaseDenied,
+        Outcome::GivenBackByArbiter,
     ];
 
     /// Returns a short description.
@@ -93,6 +102,9 @@ impl Outcome {
             Outcome::NotResumed => "not resumed at the source at first",
             Outcome::GivenUp => "missing blocks given up by a person",
             Outcome::Reclaimed => "the right taken back from a host that never returns",
+            Outcome::CommittedWithLease => "committed with the arbiter's lease",
+            Outcome::LeaseDenied => "given up because the source had the lease",
+            Outcome::GivenBackByArbiter => "given back to the source by the arbiter",
         }
     }
 

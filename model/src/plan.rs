@@ -59,6 +59,23 @@ const USUAL: [Row; 20] = [
     (Runs, 2, 1, Kept, [1, 0, 1, 0, 0, 0, 0, 0, 0, 0]),
 ];
 
+/// Rows with an arbiter, explored in the same way.
+const ARBITER: [Row; 6] = [
+    (Runs, 1, 2, Any, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 0, 0, 1, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 0, 0, 0, 1, 0, 0, 0, 0]),
+    (Runs, 1, 2, Kept, [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]),
+    (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+];
+
+const DEEP_ARBITER: [Row; 4] = [
+    (Runs, 1, 3, Any, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 1, 0, 0, 1, 1, 1, 0, 0, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 1, 1, 1, 1, 1, 1, 1, 0]),
+    (Runs, 2, 1, Kept, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
+];
+
 const DEEP: [Row; 8] = [
     (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 1, 0, 0, 0, 0]),
     (Runs, 1, 3, Any, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]),
@@ -72,7 +89,7 @@ const DEEP: [Row; 8] = [
 
 fn configuration(
     (guest, attempts, messages, order, budget): Row,
-    early: bool,
+    (early, arbiter): (bool, bool),
     variant: Variant,
 ) -> Configuration {
     let [
@@ -95,6 +112,7 @@ fn configuration(
             messages,
             orderly: order == Kept,
             drains: buried > 0,
+            arbiter,
             doubt: true,
             variant,
         },
@@ -112,24 +130,32 @@ fn configuration(
     }
 }
 
-fn both_releases(rows: &[Row]) -> Vec<Configuration> {
-    let both = |row: &Row| [false, true].map(|early| configuration(*row, early, Variant::Genuine));
+fn both_releases(rows: &[Row], arbiter: bool) -> Vec<Configuration> {
+    let of = |row: &Row, early| configuration(*row, (early, arbiter), Variant::Genuine);
+    let both = |row: &Row| [false, true].map(|early| of(row, early));
     rows.iter().flat_map(both).collect()
 }
 
 /// Returns the configurations of `make test`.
 pub fn usual() -> Vec<Configuration> {
-    both_releases(&USUAL)
+    let mut all = both_releases(&USUAL, false);
+    all.extend(both_releases(&ARBITER, true));
+    all
 }
 
 /// Returns the additional configurations of `--deep`.
 pub fn deep() -> Vec<Configuration> {
-    both_releases(&DEEP)
+    let mut all = both_releases(&DEEP, false);
+    all.extend(both_releases(&DEEP_ARBITER, true));
+    all
 }
 
 /// Returns a small exploration for unit tests.
 pub fn small() -> Vec<Configuration> {
-    both_releases(&[(Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0])])
+    let row = (Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]);
+    let mut all = both_releases(&[row], false);
+    all.extend(both_releases(&[row], true));
+    all
 }
 
 /// Returns the configurations for a broken variant.
@@ -166,6 +192,14 @@ pub fn for_variant(variant: Variant) -> Configuration {
         Is::GivenUpUnasked => (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 0, 1, 0, 0, 1, 0])),
         Is::GivenUpOnce => (false, (Runs, 1, 2, Kept, [0, 1, 0, 0, 0, 1, 0, 0, 1, 0])),
         Is::ReclaimedUnasked => (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 0, 0, 1, 0, 0, 0])),
+        Is::LeaseSkipped
+        | Is::CommitRepeatedPlain
+        | Is::PlainReleaseClaimed
+        | Is::UnansweredTaken
+        | Is::GivenTwice => (false, (Runs, 1, 2, Any, [0; 10])),
+        Is::ClaimedWithoutGuest | Is::OverruledArbiter => {
+            (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]))
+        }
         Is::PausedStarted => (false, (Paused, 1, 2, Any, [0; 10])),
         Is::CommitBeforeLoaded | Is::UnknownWithoutRecord => (true, calm),
         Is::ResumeOnTimeout
@@ -173,7 +207,17 @@ pub fn for_variant(variant: Variant) -> Configuration {
         | Is::CommitAfterAbort
         | Is::RetireOnCommitted => (false, calm),
     };
-    let mut configuration = configuration(row, early, variant);
+    let arbiter = matches!(
+        variant,
+        Is::LeaseSkipped
+            | Is::CommitRepeatedPlain
+            | Is::PlainReleaseClaimed
+            | Is::UnansweredTaken
+            | Is::GivenTwice
+            | Is::ClaimedWithoutGuest
+            | Is::OverruledArbiter
+    );
+    let mut configuration = configuration(row, (early, arbiter), variant);
     // Variants that endanger the guest are shown to do so; those that only leave it in doubt, that.
     configuration.setting.doubt = matches!(
         variant,
@@ -188,6 +232,8 @@ pub fn for_variant(variant: Variant) -> Configuration {
             | Is::ClosedUnresumed
             | Is::NotTakenBack
             | Is::GivenUpOnce
+            | Is::ClaimedWithoutGuest
+            | Is::OverruledArbiter
     );
     configuration
 }

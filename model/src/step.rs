@@ -1,6 +1,7 @@
 //! Defines all possible next steps.
 
 use crate::machine::Setting;
+use crate::variant::Variant;
 use crate::world::{ATTEMPTS, Budget, DESTINATION, Message, SOURCE};
 
 /// The end of an action.
@@ -24,7 +25,13 @@ pub(crate) enum Ending {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
     /// A migration is requested.
-    Begin { host: usize },
+    Begin { host: usize, arbitrated: bool },
+    /// A side asks the arbiter for its lease, and hears the answer or not.
+    Claim {
+        index: usize,
+        side: usize,
+        answered: bool,
+    },
     /// A source writes the next record of an attempt that it has yet to offer.
     Prepare { index: usize, ending: Ending },
     /// An agent executes the next of its actions.
@@ -95,7 +102,14 @@ fn all_steps() -> Vec<Step> {
     let mut steps = Vec::new();
     for host in 0..2 {
         steps.extend([
-            Step::Begin { host },
+            Step::Begin {
+                host,
+                arbitrated: false,
+            },
+            Step::Begin {
+                host,
+                arbitrated: true,
+            },
             Step::Crash { host },
             Step::Restart { host },
             Step::Lose { host },
@@ -148,6 +162,11 @@ fn all_steps() -> Vec<Step> {
                 Step::Retry { index, side },
                 Step::Overrule { index, side },
             ]);
+            steps.extend([false, true].map(|answered| Step::Claim {
+                index,
+                side,
+                answered,
+            }));
         }
         for message in Message::ALL {
             let bit = message.bit(index);
@@ -211,10 +230,16 @@ impl Step {
             Step::Replace { .. } => budget.replaced > 0,
             Step::Die { .. } | Step::Halt { .. } => budget.surprises > 0,
             Step::Boot { .. } => budget.boots > 0,
-            Step::Begin { .. }
-            | Step::Restart { .. }
-            | Step::Reclaim { .. }
-            | Step::LoseSocket { .. } => true,
+            Step::Claim { index, .. } => begun(index) && setting.arbiter,
+            // With one attempt, those without the arbiter are explored elsewhere.
+            Step::Begin { arbitrated, .. } => match arbitrated {
+                true => setting.arbiter,
+                false => {
+                    let plain = setting.variant == Variant::PlainReleaseClaimed;
+                    !setting.arbiter || setting.attempts > 1 || plain
+                }
+            },
+            Step::Restart { .. } | Step::Reclaim { .. } | Step::LoseSocket { .. } => true,
         }
     }
 
@@ -232,7 +257,18 @@ impl Step {
     /// Returns a readable form.
     pub(crate) fn tell(self) -> String {
         match self {
-            Step::Begin { host } => format!("{}: a migration is asked for", HOSTS[host]),
+            Step::Begin { host, arbitrated } => {
+                let with = if arbitrated { ", with the arbiter" } else { "" };
+                format!("{}: a migration is asked for{with}", HOSTS[host])
+            }
+            Step::Claim {
+                index,
+                side,
+                answered,
+            } => {
+                let lost = if answered { "" } else { ": its answer is lost" };
+                format!("{}: {} asks the arbiter{lost}", index + 1, SIDES[side])
+            }
             Step::Prepare { index, ending } => {
                 format!("{}: the source prepares{}", index + 1, ending.tell())
             }

@@ -2,8 +2,8 @@
 //! thing. A model that misses one of them proves nothing.
 
 use longhaul_engine::handover::{
-    DestinationAction, DestinationEvent, DestinationState, Record, SourceAction, SourceEvent,
-    SourceState, Terms, step_destination, step_source,
+    Commit, DestinationAction, DestinationEvent, DestinationState, Record, SourceAction,
+    SourceEvent, SourceState, Terms, step_destination, step_source,
 };
 
 /// The fault.
@@ -81,11 +81,25 @@ pub enum Variant {
     GivenUpOnce,
     /// Agent: the right is taken back although the other host may return.
     ReclaimedUnasked,
+    /// The destination commits without the lease that COMMIT asks for.
+    LeaseSkipped,
+    /// COMMIT is repeated without the arbiter that the release names.
+    CommitRepeatedPlain,
+    /// The source takes a guest back with the lease that was not released to the arbiter.
+    PlainReleaseClaimed,
+    /// Agent: an arbiter that does not answer the source counts as its consent.
+    UnansweredTaken,
+    /// Agent: a source without the guest's memory takes it back with the lease.
+    ClaimedWithoutGuest,
+    /// The arbiter gives a lease to both: a store restored from a backup that kept its id.
+    GivenTwice,
+    /// An operator lets the destination run a guest that the arbiter gave back.
+    OverruledArbiter,
 }
 
 impl Variant {
     /// The variants that must be caught.
-    pub const BROKEN: [Variant; 34] = [
+    pub const BROKEN: [Variant; 41] = [
         Variant::CommitWithoutJournal,
         Variant::ResumeOnTimeout,
         Variant::ReleaseBeforePostmigrate,
@@ -120,6 +134,13 @@ impl Variant {
         Variant::GivenUpUnasked,
         Variant::GivenUpOnce,
         Variant::ReclaimedUnasked,
+        Variant::LeaseSkipped,
+        Variant::CommitRepeatedPlain,
+        Variant::PlainReleaseClaimed,
+        Variant::UnansweredTaken,
+        Variant::ClaimedWithoutGuest,
+        Variant::GivenTwice,
+        Variant::OverruledArbiter,
     ];
 
     /// Returns a short description of the fault.
@@ -160,6 +181,13 @@ impl Variant {
             Variant::GivenUpUnasked => "missing blocks given up without a person's word",
             Variant::GivenUpOnce => "a restart after GAVE-UP does not go on with it",
             Variant::ReclaimedUnasked => "the right taken back from a host that returns",
+            Variant::LeaseSkipped => "committed without the lease",
+            Variant::CommitRepeatedPlain => "COMMIT repeated without its arbiter",
+            Variant::PlainReleaseClaimed => "a plain release ended with a lease",
+            Variant::UnansweredTaken => "no answer of the arbiter taken for consent",
+            Variant::ClaimedWithoutGuest => "given back to a source without the guest",
+            Variant::GivenTwice => "one lease given twice",
+            Variant::OverruledArbiter => "a person overrules the arbiter",
         }
     }
 
@@ -175,7 +203,7 @@ impl Variant {
         use SourceState as Is;
         let then = |state: &SourceState, event| step_source(state, &event, terms);
         Some(match (self, state, event) {
-            (Self::ResumeOnTimeout, Is::Released, On::Abort(_)) => {
+            (Self::ResumeOnTimeout, Is::Released { .. }, On::Abort(_)) => {
                 let (state, mut actions) = step_source(state, event, terms);
                 actions.push(SourceAction::Resume);
                 (state, actions)
@@ -183,7 +211,7 @@ impl Variant {
             (Self::ReleaseBeforePostmigrate, Is::Here { postmigrate: false }, On::Ready(_)) => {
                 step_source(&Is::Here { postmigrate: true }, event, terms)
             }
-            (Self::ReadyMeansCommitted, Is::Released, On::Ready(of)) => {
+            (Self::ReadyMeansCommitted, Is::Released { .. }, On::Ready(of)) => {
                 then(state, On::Committed(*of))
             }
             (Self::ResumeAfterFailedRelease, Is::Releasing, On::WriteFailed(_)) => {
@@ -199,8 +227,16 @@ impl Variant {
                 (state, actions)
             }
             (Self::NotTakenBack, Is::Done, On::Overrule(_)) => (Is::Done, vec![]),
-            (Self::OverruledLeft, Is::Overruling { done: true }, On::WriteFailed(_)) => {
+            (Self::OverruledLeft, Is::Overruling { done: true, .. }, On::WriteFailed(_)) => {
                 (Is::Done, vec![])
+            }
+            (Self::CommitRepeatedPlain, Is::Released { .. }, On::Ready(_)) => {
+                let (_, actions) = then(&Is::Released { arbiter: None }, event.clone());
+                (state.clone(), actions)
+            }
+            (Self::PlainReleaseClaimed, Is::Released { .. }, On::Granted(store)) => {
+                let arbiter = Some(*store);
+                then(&Is::Released { arbiter }, event.clone())
             }
             (Self::OverruleUntold, Is::Overruled, On::Connected) => (Is::Overruled, vec![]),
             (Self::OverruleUntold, Is::Overruling { .. }, On::Written(_)) => {
@@ -220,7 +256,7 @@ impl Variant {
         if self == Self::AbortedNotResumed && state == SourceState::Aborted {
             actions.retain(|action| *action != SourceAction::Resume);
         }
-        if self == Self::RestartResumes && state == SourceState::Released {
+        if self == Self::RestartResumes && matches!(state, SourceState::Released { .. }) {
             actions.push(SourceAction::Resume);
         }
         (state, actions)
@@ -257,6 +293,10 @@ impl Variant {
             }
             (Self::UnknownWithoutRecord, Is::Unknown, On::Asked | On::Abort(_)) => {
                 (Is::Unknown, vec![Do::SendAborted])
+            }
+            (Self::LeaseSkipped, Is::Ready | Is::Receiving { .. }, On::Commit(of, commit)) => {
+                let arbiter = None;
+                then(state, &On::Commit(*of, Commit { arbiter, ..*commit }))
             }
             (Self::AbortAfterCommit, Is::Running { .. }, On::Abort(_)) => then(&Is::Ready, event),
             (Self::CommitBeforeLoaded, Is::Receiving { .. }, On::Commit(..)) => {

@@ -82,6 +82,8 @@ pub(crate) struct Host {
     pub(crate) lives: u8,
     /// How often another machine took its place, with an identity of its own.
     pub(crate) identity: u8,
+    /// The generations whose lease the arbiter gave it, a bit for each.
+    pub(crate) leases: u8,
 }
 
 /// One side of an attempt at its host.
@@ -144,6 +146,8 @@ pub(crate) struct Attempt {
     pub(crate) offered_to: [u8; 2],
     /// Blocks that only the source had have arrived, or were given up by an operator.
     pub(crate) arrived: bool,
+    /// The source releases the guest to the arbiter.
+    pub(crate) arbitrated: bool,
     /// The source's host.
     pub(crate) from: u8,
     pub(crate) generation: u8,
@@ -329,10 +333,13 @@ impl World {
                 buried,
                 lives,
                 identity,
+                leases,
             } = *host;
             let flags = u8::from(up) | u8::from(destroyed) << 1 | u8::from(buried) << 2;
             let (qemu, holder) = (qemu as u8, holder as u8);
-            let numbers = [flags, qemu, copy, holder, generation, lives, identity, 0];
+            let numbers = [
+                flags, qemu, copy, holder, generation, lives, identity, leases,
+            ];
             hash.fold(bytes(numbers));
         }
         for attempt in attempts {
@@ -341,6 +348,7 @@ impl World {
                 preparing,
                 offered_to: [lives, identity],
                 arrived,
+                arbitrated,
                 from,
                 generation,
                 sides,
@@ -352,7 +360,8 @@ impl World {
                 | u8::from(*all_present) << 1
                 | u8::from(*here) << 2
                 | u8::from(*there) << 3
-                | u8::from(*arrived) << 4;
+                | u8::from(*arrived) << 4
+                | u8::from(*arbitrated) << 5;
             let (snapshot, preparing) = (*snapshot as u8, *preparing as u8);
             let peer = [*lives, *identity];
             let numbers = [
@@ -396,6 +405,7 @@ pub(crate) enum Message {
     /// Everything has been sent.
     Complete,
     Commit,
+    CommitWithLease,
     Cancel,
     Ask,
     Done,
@@ -411,10 +421,11 @@ pub(crate) enum Message {
 }
 
 impl Message {
-    pub(crate) const ALL: [Message; 14] = [
+    pub(crate) const ALL: [Message; 15] = [
         Message::Offer,
         Message::Complete,
         Message::Commit,
+        Message::CommitWithLease,
         Message::Cancel,
         Message::Ask,
         Message::Done,

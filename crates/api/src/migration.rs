@@ -135,6 +135,9 @@ pub struct StartMigration {
     /// after the stop, the guest stays stopped until the agents connect again.
     #[serde(default)]
     pub early_release: bool,
+    /// Whether the migration fails unless the realm's arbiter can end a doubt (default `false`).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub require_arbiter: bool,
     /// Encoding of memory and disks.
     #[serde(default, skip_serializing_if = "Encoding::is_default")]
     pub encoding: Encoding,

@@ -22,6 +22,9 @@ pub struct PlanRequest {
     /// Whether the source would release the guest when it stops it (default `false`).
     #[serde(default)]
     pub early_release: bool,
+    /// Whether the migration would fail without the realm's arbiter (default `false`).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub require_arbiter: bool,
     /// Rule for the stop of the guest, and the response if it writes too fast.
     #[serde(default)]
     pub convergence: Convergence,

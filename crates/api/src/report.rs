@@ -49,6 +49,9 @@ pub struct Report {
     /// guest's disks. They did not travel from the source. Null if no disk has a base image.
     #[serde(default)]
     pub repository_bytes: Option<u64>,
+    /// Part of the realm's arbiter in the handover, as text; null if the realm names none.
+    #[serde(default)]
+    pub arbiter: Option<String>,
     /// Disks that moved.
     #[serde(default)]
     pub disks: Vec<DiskReport>,

@@ -12,11 +12,12 @@ mod messages;
 pub use messages::{Action, Config, Event, FromSource, Note};
 
 use crate::durable::{Durable, Order};
+use crate::source::Claimed;
 use longhaul_engine::handover::{
     DestinationAction as Step, DestinationEvent, DestinationState, Record, Terms, step_destination,
 };
-use longhaul_protocol::Epoch;
 use longhaul_protocol::message::{AttemptState, ToSource};
+use longhaul_protocol::{Epoch, StoreId};
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -45,6 +46,8 @@ pub struct Destination {
     settled: bool,
     verified: bool,
     asked_ready: bool,
+    /// The arbiter that the source has asked about.
+    arbiter: Option<StoreId>,
     fetching: bool,
     /// The missing blocks are given up.
     filling: bool,
@@ -94,6 +97,7 @@ impl Destination {
             settled: false,
             verified: false,
             asked_ready: false,
+            arbiter: None,
             fetching: false,
             filling: false,
             paused_until: Duration::ZERO,
@@ -263,15 +267,31 @@ impl Destination {
             Event::FetchTrouble => {}
             Event::GiveUpMissing(because) => self.step(DestinationEvent::GiveUp(because), now),
             Event::Overrule(because) => self.step(DestinationEvent::Overrule(because), now),
+            Event::Arbiter(reached) => self.send(ToSource::Arbiter { reached }),
+            Event::Claimed(claimed) => self.claimed(claimed, now),
         }
+    }
+
+    fn claimed(&mut self, claimed: Claimed, now: Duration) {
+        let DestinationState::Claiming { arbiter } = self.state else {
+            return;
+        };
+        let event = match claimed {
+            Claimed::Granted => DestinationEvent::Granted(arbiter),
+            Claimed::Denied => DestinationEvent::Denied(arbiter),
+            Claimed::Unanswered => {
+                DestinationEvent::Abort("the arbiter does not answer the destination".to_owned())
+            }
+        };
+        self.step(event, now);
     }
 
     // The source.
 
     fn message(&mut self, message: FromSource, now: Duration) {
         match message {
-            FromSource::Commit(attempt, generation) => {
-                self.step(DestinationEvent::Commit(attempt, generation), now);
+            FromSource::Commit(attempt, commit) => {
+                self.step(DestinationEvent::Commit(attempt, commit), now);
             }
             FromSource::Cancel(reason) => self.step(DestinationEvent::Abort(reason), now),
             FromSource::Done => self.step(DestinationEvent::Done, now),
@@ -281,6 +301,10 @@ impl Destination {
             FromSource::Verified => {
                 self.verified = true;
                 self.ready_if_so();
+            }
+            FromSource::Arbiter(store) => {
+                self.arbiter = Some(store);
+                self.push(Action::CheckArbiter(store));
             }
         }
     }
@@ -363,6 +387,9 @@ impl Destination {
         let receiving = matches!(self.state, DestinationState::Receiving { .. });
         if here && compared && receiving && !self.asked_ready {
             self.asked_ready = true;
+            if let Some(store) = self.arbiter {
+                self.push(Action::CheckArbiter(store));
+            }
             self.push(Action::AskReady);
         }
     }
@@ -437,6 +464,7 @@ impl Destination {
                         self.push(Action::Write(record));
                     }
                 }
+                Step::Claim(store) => self.push(Action::Claim(store)),
                 Step::Own(generation) => self.note(Note::Here(generation)),
                 Step::Yield(_) => self.note(Note::BackThere),
                 Step::Concede(generation) => self.note(Note::Conceded(generation)),
@@ -496,7 +524,7 @@ pub fn attempt_state(state: &DestinationState) -> AttemptState {
     match state {
         Is::Unknown | Is::Beginning | Is::Receiving { .. } => AttemptState::Receiving,
         Is::Readying => AttemptState::Loading,
-        Is::Ready | Is::Committing => AttemptState::Ready,
+        Is::Ready | Is::Claiming { .. } | Is::Committing => AttemptState::Ready,
         Is::Committed
         | Is::Running { .. }
         | Is::Yielding

@@ -10,14 +10,14 @@
 
 mod messages;
 
-pub use messages::{Action, Cause, Config, DialError, Event, FromDestination, Note};
+pub use messages::{Action, Cause, Claimed, Config, DialError, Event, FromDestination, Note};
 
 use crate::durable::{Durable, Order};
 use longhaul_engine::handover::{
     Record, SourceAction as Step, SourceEvent, SourceState, Terms, step_source,
 };
 use longhaul_protocol::message::{AttemptState, ToDestination};
-use longhaul_protocol::{Attempt, Epoch};
+use longhaul_protocol::{Attempt, Epoch, StoreId};
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -31,6 +31,25 @@ const ASK_EVERY_MAX: Duration = Duration::from_secs(30);
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
 /// A guest is shown as in doubt when the destination has been gone for this time.
 const DOUBT_AFTER: Duration = Duration::from_secs(3);
+/// The arbiter is asked for the lease when the destination has been gone for this time: before the
+/// doubt is shown.
+const CLAIM_AFTER: Duration = Duration::from_secs(2);
+/// ... or when a destination that has all data has not answered COMMIT for this time: it gives up
+/// before. So the loss of a host is not waited for.
+const CLAIM_SILENT: Duration = Duration::from_secs(6);
+/// Between two questions to an arbiter that does not answer.
+const CLAIM_EVERY: Duration = Duration::from_secs(5);
+
+/// What is known of the lease of the next generation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Lease {
+    Unknown,
+    Asked,
+    /// It is asked for again then.
+    Waits(Duration),
+    /// Another host has it.
+    Elsewhere,
+}
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Connection {
@@ -64,6 +83,11 @@ pub struct Source {
     doubt_shown: bool,
     /// The guest stays here, and does not run yet.
     unresumed: bool,
+    /// Whether the arbiter is reached from here, and from the destination.
+    arbiter_reached: [bool; 2],
+    lease: Lease,
+    /// When the guest was released, by this agent.
+    released_at: Option<Duration>,
     finished: bool,
     actions: VecDeque<Action>,
 }
@@ -80,6 +104,7 @@ impl Source {
             heard_at: now,
         };
         source.push(Action::SendBlocks);
+        source.ask_for_arbiter();
         source
     }
 
@@ -120,6 +145,9 @@ impl Source {
             draining: false,
             doubt_shown: false,
             unresumed: false,
+            arbiter_reached: [false; 2],
+            lease: Lease::Unknown,
+            released_at: None,
             finished: false,
             actions: VecDeque::new(),
         }
@@ -189,6 +217,7 @@ impl Source {
             self.deadline(),
             self.launch_deadline(),
             self.doubt_at(),
+            self.claim_at(),
         ];
         times.into_iter().flatten().min()
     }
@@ -225,6 +254,12 @@ impl Source {
             self.doubt_shown = true;
             self.push(Action::ShowDoubt);
         }
+        if self.claim_at().is_some_and(|at| at <= now)
+            && let Some(store) = self.released_to()
+        {
+            self.lease = Lease::Asked;
+            self.push(Action::Claim(store));
+        }
         match self.connection {
             Connection::Waiting { until } if until <= now => self.dial(),
             Connection::Up { blocks, heard_at }
@@ -255,14 +290,20 @@ impl Source {
             Event::Reconnect => self.hang_up(now),
             Event::Stopped => {
                 self.stopped_at.get_or_insert(now);
-                self.step(SourceEvent::Postmigrate, now);
+                if !self.config.terms.early || self.may_release(now) {
+                    self.step(SourceEvent::Postmigrate, now);
+                }
             }
             Event::MayRelease(answer) => {
                 let Some(attempt) = self.asked_release.take() else {
                     return;
                 };
                 match answer {
-                    Ok(()) => self.step(SourceEvent::Ready(attempt), now),
+                    Ok(()) => {
+                        if self.may_release(now) {
+                            self.step(SourceEvent::Ready(attempt), now);
+                        }
+                    }
                     Err(reason) => self.give_up(Cause::Told(reason.clone()), &reason, now),
                 }
             }
@@ -281,6 +322,8 @@ impl Source {
             Event::ResumeFailed => self.durable.retry(now),
             Event::GiveUp(reason) => self.give_up(Cause::Told(reason.clone()), &reason, now),
             Event::Overrule(because) => self.step(SourceEvent::Overrule(because), now),
+            Event::Arbiter(reached) => self.arbiter_reached[0] = reached,
+            Event::Claimed(claimed) => self.claimed(claimed, now),
         }
     }
 
@@ -317,6 +360,7 @@ impl Source {
                 self.step(SourceEvent::Abort(reason), now);
             }
             FromDestination::Status(_) => {}
+            FromDestination::Arbiter(reached) => self.arbiter_reached[1] = reached,
             FromDestination::Closed => {
                 if self.state.is_over() {
                     self.finished = true;
@@ -362,16 +406,92 @@ impl Source {
         }
     }
 
+    // The arbiter.
+
+    /// Asks whether the destination reaches the arbiter.
+    fn ask_for_arbiter(&mut self) {
+        if let Some(store) = self.config.arbiter
+            && self.state.may_abort()
+        {
+            self.send(ToDestination::Arbiter { store });
+        }
+    }
+
+    /// Decides whether the release needs the arbiter, which both hosts must reach now. Returns
+    /// whether the guest may be released.
+    fn may_release(&mut self, now: Duration) -> bool {
+        if !self.state.may_abort() {
+            return true;
+        }
+        let arbiter = self.config.arbiter;
+        let arbiter = arbiter.filter(|_| self.arbiter_reached == [true; 2]);
+        if arbiter.is_none() && self.config.requires_arbiter {
+            let reason = "the arbiter is required, and is not reached from both hosts";
+            self.give_up(Cause::NoArbiter, reason, now);
+            return false;
+        }
+        self.config.terms.arbiter = arbiter;
+        true
+    }
+
+    /// Returns the arbiter that the release may need.
+    pub fn arbiter(&self) -> Option<StoreId> {
+        self.config.arbiter
+    }
+
+    /// Returns the arbiter that decides beside the destination.
+    pub fn released_to(&self) -> Option<StoreId> {
+        match self.state {
+            SourceState::Released { arbiter } => arbiter,
+            _ => None,
+        }
+    }
+
+    /// Returns whether the arbiter has said that it is not this host that has the lease.
+    pub fn lease_is_elsewhere(&self) -> bool {
+        self.lease == Lease::Elsewhere
+    }
+
+    /// When the arbiter is asked for the lease.
+    fn claim_at(&self) -> Option<Duration> {
+        self.released_to()?;
+        // A guest that is released early is not committed before its last blocks have arrived.
+        let silent = self.released_at.filter(|_| !self.config.terms.early);
+        let silent = silent.map(|at| at + CLAIM_SILENT);
+        let lost = self.lost_at.map(|at| at + CLAIM_AFTER);
+        let after = lost.into_iter().chain(silent).min()?;
+        match self.lease {
+            Lease::Unknown => Some(after),
+            Lease::Waits(until) => Some(after.max(until)),
+            Lease::Asked | Lease::Elsewhere => None,
+        }
+    }
+
+    fn claimed(&mut self, claimed: Claimed, now: Duration) {
+        let store = self.released_to();
+        self.lease = match claimed {
+            Claimed::Denied => Lease::Elsewhere,
+            // After a record that could not be written it is asked again.
+            Claimed::Granted | Claimed::Unanswered => Lease::Waits(now + CLAIM_EVERY),
+        };
+        if claimed == Claimed::Granted
+            && let Some(store) = store
+        {
+            self.step(SourceEvent::Granted(store), now);
+        }
+    }
+
     // The connection.
 
     /// Whether a connection for blocks is wanted.
     fn wants_blocks(&self) -> bool {
         use SourceState as Is;
         match self.state {
-            Is::Here { .. } | Is::Releasing | Is::Released | Is::Overruling { done: false } => {
-                self.live
-            }
-            Is::Finishing | Is::Done | Is::Overruling { done: true } => self.config.drains,
+            Is::Here { .. }
+            | Is::Releasing
+            | Is::Released { .. }
+            | Is::Overruling { done: false, .. } => self.live,
+            Is::Finishing | Is::Done | Is::Overruling { done: true, .. } => self.config.drains,
             _ => false,
         }
     }
@@ -415,6 +535,7 @@ impl Source {
             self.draining = false;
             self.begin_draining();
         }
+        self.ask_for_arbiter();
         self.step(SourceEvent::Connected, now);
         if epoch.is_none() && state == Some(AttemptState::Ready) {
             self.ready(self.config.terms.attempt, now);
@@ -538,6 +659,9 @@ impl Source {
         let (state, steps) = step_source(&self.state, &event, &self.config.terms);
         let kept = self.state.keeps_guest();
         self.state = state;
+        if matches!(self.state, SourceState::Released { .. }) {
+            self.released_at.get_or_insert(now);
+        }
         if self.state.keeps_guest() && !kept {
             self.live = false;
             if self.connection == Connection::Dialling {
@@ -568,11 +692,19 @@ impl Source {
                     self.note(Note::BackHere);
                 }
                 Step::Unfence(generation) => self.note(Note::Here(generation)),
-                Step::SendCommit(generation) => {
+                Step::SendCommit(commit) => {
                     let attempt = self.config.terms.attempt;
-                    self.send(ToDestination::Commit {
-                        attempt,
-                        generation,
+                    let generation = commit.generation;
+                    self.send(match commit.arbiter {
+                        None => ToDestination::Commit {
+                            attempt,
+                            generation,
+                        },
+                        Some(store) => ToDestination::CommitWithLease {
+                            attempt,
+                            generation,
+                            store,
+                        },
                     });
                 }
                 Step::SendCancel(reason) => self.send(ToDestination::Cancel { reason }),

@@ -81,12 +81,15 @@ impl Rendezvous {
     }
 
     fn fingerprint(&self) -> String {
+        self.field("fingerprint=")
+    }
+
+    /// Returns a field of the line in which it said that it is ready.
+    fn field(&self, name: &str) -> String {
         let said = self.said();
-        let rest = said.split_once("fingerprint=").map_or("", |(_, rest)| rest);
-        rest.split_whitespace()
-            .next()
-            .unwrap_or_default()
-            .to_owned()
+        let rest = said.split_once(name).map_or("", |(_, rest)| rest);
+        let word = rest.split_whitespace().next().unwrap_or_default();
+        word.trim_matches('"').to_owned()
     }
 }
 
@@ -182,6 +185,28 @@ impl Realm {
         let published = self.operate(lab, &["realm", "publish"])?;
         let version = published["version"].as_u64();
         version.ok_or_else(|| unfit(&published, "version"))
+    }
+
+    /// Makes a server the realm's arbiter.
+    ///
+    /// # Errors
+    /// When the plan of the realm cannot be changed, or is not published.
+    pub fn set_arbiter(&mut self, lab: &Lab, index: usize) -> Result<(), LabError> {
+        let server = self.server(index)?;
+        let (fingerprint, store) = (server.fingerprint(), server.field("store="));
+        let path = self.folder.join("realm.toml");
+        let reading = || format!("read {}", path.display());
+        let text = fs::read_to_string(&path).during(reading)?;
+        let mut plan: toml::Table = text.parse().map_err(|error| LabError::Answer {
+            what: path.display().to_string(),
+            message: format!("{error}"),
+        })?;
+        let named = [("server", fingerprint), ("store", store)];
+        let arbiter = named.map(|(key, value)| (key.to_owned(), value.into()));
+        let arbiter: toml::Table = arbiter.into_iter().collect();
+        plan.insert("arbiter".to_owned(), arbiter.into());
+        fs::write(&path, plan.to_string()).during(|| format!("write {}", path.display()))?;
+        self.publish(lab).map(drop)
     }
 
     /// Lets the hosts of agents join under their own names.

@@ -224,6 +224,7 @@ fn report() -> Report {
         memory_bytes: Some(37 << 20),
         disk_bytes: None,
         repository_bytes: None,
+        arbiter: None,
         disks: Vec::new(),
         bytes: BytesByKind::default(),
         total_ms: Some(14_000),

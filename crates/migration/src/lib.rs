@@ -44,6 +44,7 @@ mod verify;
 use crate::context::Context;
 use crate::destination::Destination;
 use crate::destination::recovered::Attempts;
+use crate::host::arbiter::{self, Answer};
 use crate::host::base_image_orders::Orders;
 use crate::host::incarnation;
 use crate::host::lazy_exports::ComingExports;
@@ -61,13 +62,14 @@ use crate::status::archive::Archive;
 use crate::status::registry::Registry;
 use crate::status::{failure, in_doubt};
 use longhaul_api::{
-    ApiError, ErrorCode, Limit, Migration, Outcome, Phase, Plan, PlanRequest, Probe, ProbeResult,
-    Progress, ReclaimGuest, Report, Resolve, Side, StartMigration, TrackedWrites,
+    ApiError, ErrorCode, HandoverRecord, Limit, Migration, Outcome, Phase, Plan, PlanRequest,
+    Probe, ProbeResult, Progress, ReclaimGuest, Report, Resolve, Side, StartMigration,
+    TrackedWrites,
 };
 use longhaul_hypervisor::capabilities::can_run;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::Verdict;
-use longhaul_protocol::{HostId, MigrationId, wire};
+use longhaul_protocol::{Generation, HostId, MigrationId, wire};
 use longhaul_storage::{Journals, Rights};
 use longhaul_transport::{CloseCode, Endpoint, EndpointConfig, Hello, ProbeConfig};
 use std::sync::{Arc, Mutex};
@@ -248,6 +250,7 @@ impl Manager {
         let entry = self.context.registry.get(id)?;
         let migration = entry.migration();
         in_doubt::judge(&migration, &resolve)?;
+        self.claim_before(&migration, &resolve).await?;
         tracing::warn!(migration = %id, guest = migration.guest, ?resolve, "resolved by hand");
         if !self
             .recovered
@@ -257,6 +260,43 @@ impl Manager {
             entry.resolve(resolve);
         }
         Ok(entry.migration())
+    }
+
+    /// Takes the arbiter's lease for a destination that an operator lets run the guest: afterwards
+    /// the source cannot get it back from the arbiter. Refuses if it already has.
+    async fn claim_before(&self, migration: &Migration, resolve: &Resolve) -> Result<(), ApiError> {
+        let networks = &self.context.parts.networks;
+        let waits = resolve.run_on == Side::Destination && migration.side == Side::Destination;
+        let doubt = migration.doubt.as_ref().filter(|_| waits);
+        let doubt = doubt.filter(|doubt| doubt.record == HandoverRecord::Ready);
+        let (Some(doubt), Some(store)) = (doubt, arbiter::named(networks)) else {
+            return Ok(());
+        };
+        let next = Generation(doubt.generation);
+        let (guest, source) = (&migration.guest, &migration.source);
+        match arbiter::acquire(networks, store, guest, next).await {
+            Answer::Granted => Ok(()),
+            Answer::Denied(latest, holder) => {
+                let host = self.context.parts.trust.by_name(source);
+                let is_source = host.is_ok_and(|host| host.is_some_and(|host| host.id == holder));
+                if latest != next || !is_source {
+                    return Ok(());
+                }
+                let text = format!(
+                    "the realm's arbiter has given {guest} back to {source}, where it has gone on"
+                );
+                let hint = format!(
+                    "give the copy here up: longhaul resolve {} --run-on source; if {source} never \
+                     comes back, start {guest} from its disks: longhaul guests reclaim",
+                    migration.id
+                );
+                Err(ApiError::new(ErrorCode::Refused, text).hint(hint))
+            }
+            Answer::None(why) => {
+                tracing::warn!(guest, why, "resolved without the arbiter");
+                Ok(())
+            }
+        }
     }
 
     /// Changes a migration's bandwidth limit.

@@ -105,7 +105,7 @@ fn is_back(left: &AttemptRecord) -> bool {
 
 fn has_released(left: &AttemptRecord) -> bool {
     let mut records = left.records().into_iter();
-    records.any(|record| matches!(record, Record::Released { .. }))
+    records.any(|record| record.is_release())
 }
 
 /// Returns whether the right to run the guest has left this host since this attempt began. The

@@ -44,6 +44,9 @@
 //! with or without such files. `QueryPorts` asks for all of that: ports, files, room for disks, and
 //! whether the destination knows a newer copy of the guest.
 //!
+//! If the realm has an arbiter, the source sends `Arbiter` after `Start`, and the destination
+//! answers with `Arbiter`. A `CommitWithLease` takes effect when the destination has the lease.
+//!
 //! `Cancel` and `Aborted` may be sent at any time that the handover permits. After a lost
 //! connection the source opens a new channel with `Resume`, or with `Ask` to learn only the outcome
 //! of an attempt.
@@ -55,7 +58,9 @@ use crate::guest::GuestDescription;
 use crate::held_frames::HeldFrames;
 use crate::machine::Machine;
 use crate::port::CardPort;
-use crate::{Attempt, AttemptId, BlockRange, Epoch, Generation, MigrationId, RegionId, RegionSpec};
+use crate::{
+    Attempt, AttemptId, BlockRange, Epoch, Generation, MigrationId, RegionId, RegionSpec, StoreId,
+};
 use serde::{Deserialize, Serialize};
 
 /// A message of the source's agent.
@@ -163,6 +168,22 @@ pub enum ToDestination {
     /// The guest's flows through gateways of its networks. They precede Commit, and need not
     /// arrive. From version 3 on.
     Flows(Flows),
+    /// Asks whether this host reaches the realm's arbiter, which has this lease store. From version
+    /// 3 on.
+    Arbiter {
+        /// The store.
+        store: StoreId,
+    },
+    /// A [`Commit`](Self::Commit) that takes effect only with the arbiter's lease. From version 3
+    /// on.
+    CommitWithLease {
+        /// The attempt.
+        attempt: Attempt,
+        /// The generation of the right from now on, and of the lease.
+        generation: Generation,
+        /// The store that gives the lease.
+        store: StoreId,
+    },
 }
 
 /// Known content at the destination in which blocks of an arriving guest may be found.
@@ -278,6 +299,12 @@ pub enum ToSource {
         answer: Answer,
         /// The indexes of these images in the question.
         files: Vec<u16>,
+    },
+    /// Whether this host reaches the arbiter that [`ToDestination::Arbiter`] names now. Repeated
+    /// before Ready. From version 3 on.
+    Arbiter {
+        /// Whether it does.
+        reached: bool,
     },
 }
 
@@ -488,4 +515,32 @@ pub struct Acknowledgement {
     /// Duration of the destination's sync of received disk content, in microseconds: of the last
     /// one, or of the running one where that is longer; 0 without disks.
     pub sync_us: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::{Message, decode, encode};
+
+    /// Checks that a message and its line in the page agree.
+    fn is_in_page<M: Message + PartialEq + std::fmt::Debug>(message: &M) {
+        let bytes = encode(message).unwrap();
+        assert_eq!(decode::<M>(&bytes).as_ref(), Ok(message));
+        let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+        let line = format!("\n{}\n", hex.join(" "));
+        let page = include_str!("../../../docs/wire.md");
+        assert!(page.contains(&line), "docs/wire.md lacks {line}");
+    }
+
+    #[test]
+    fn the_examples_about_arbiters_are_true() {
+        let store = StoreId([6; 16]);
+        is_in_page(&ToDestination::CommitWithLease {
+            attempt: Attempt(1),
+            generation: Generation(300),
+            store,
+        });
+        is_in_page(&ToDestination::Arbiter { store });
+        is_in_page(&ToSource::Arbiter { reached: true });
+    }
 }

@@ -34,6 +34,8 @@ pub const VERSION_OF_PORTS: u16 = 3;
 pub const VERSION_OF_HELD_FRAMES: u16 = 3;
 /// The first version in which a guest's flows through gateways travel.
 pub const VERSION_OF_FLOWS: u16 = 3;
+/// The first version in which a commit may need an arbiter's lease.
+pub const VERSION_OF_ARBITERS: u16 = 3;
 
 /// A reason why bytes are not a message, or one that breaks a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -310,7 +312,9 @@ impl Message for ToDestination {
             | Self::Commit { .. }
             | Self::Cancel { .. }
             | Self::Done
-            | Self::Overruled { .. } => Ok(()),
+            | Self::Overruled { .. }
+            | Self::Arbiter { .. }
+            | Self::CommitWithLease { .. } => Ok(()),
         }
     }
 }

@@ -1,15 +1,16 @@
 //! What goes into the destination's end of an attempt, and what comes out of it.
 
-use longhaul_engine::handover::{Record, Terms};
+use crate::source::Claimed;
+use longhaul_engine::handover::{Commit, Record, Terms};
 use longhaul_protocol::message::{ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, Generation};
+use longhaul_protocol::{Attempt, Epoch, Generation, StoreId};
 use std::time::Duration;
 
 /// A message about the attempt itself. All other messages are about its content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FromSource {
     /// The source has released the guest.
-    Commit(Attempt, Generation),
+    Commit(Attempt, Commit),
     /// The source gives up.
     Cancel(String),
     /// The source's journal is complete.
@@ -18,6 +19,8 @@ pub enum FromSource {
     Overruled(Generation),
     /// Both copies are equal.
     Verified,
+    /// Does this host reach the arbiter with this store?
+    Arbiter(StoreId),
 }
 
 impl FromSource {
@@ -27,7 +30,25 @@ impl FromSource {
             ToDestination::Commit {
                 attempt,
                 generation,
-            } => Self::Commit(*attempt, *generation),
+            } => {
+                let commit = Commit {
+                    generation: *generation,
+                    arbiter: None,
+                };
+                Self::Commit(*attempt, commit)
+            }
+            ToDestination::CommitWithLease {
+                attempt,
+                generation,
+                store,
+            } => {
+                let commit = Commit {
+                    generation: *generation,
+                    arbiter: Some(*store),
+                };
+                Self::Commit(*attempt, commit)
+            }
+            ToDestination::Arbiter { store } => Self::Arbiter(*store),
             ToDestination::Cancel { reason } => Self::Cancel(reason.clone()),
             ToDestination::Done => Self::Done,
             ToDestination::Overruled { generation } => Self::Overruled(*generation),
@@ -85,6 +106,10 @@ pub enum Event {
     GiveUp(String),
     /// An operator declares the source dead or fenced, and wants the guest to run here.
     Overrule(String),
+    /// The answer to [`Action::CheckArbiter`].
+    Arbiter(bool),
+    /// The result of [`Action::Claim`].
+    Claimed(Claimed),
 }
 
 /// A durable note of who may run the guest.
@@ -120,6 +145,11 @@ pub enum Action {
     Load,
     /// Run the hook that may forbid READY, then report [`Event::MayBeReady`].
     AskReady,
+    /// Report as [`Event::Arbiter`] whether the arbiter with this store is reached now.
+    CheckArbiter(StoreId),
+    /// Ask the arbiter with this store for the lease of the next generation, for a limited time;
+    /// then report [`Event::Claimed`].
+    Claim(StoreId),
     /// Make this record durable, then report [`Event::Written`] or [`Event::WriteFailed`].
     Write(Record),
     /// Note this durably, then report [`Event::Noted`] or [`Event::NoteFailed`].

@@ -2,7 +2,7 @@
 
 use longhaul_engine::handover::{Record, Terms};
 use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, Generation};
+use longhaul_protocol::{Attempt, Epoch, Generation, StoreId};
 use std::time::Duration;
 
 /// A message about the attempt itself. All other messages are about its content.
@@ -24,6 +24,8 @@ pub enum FromDestination {
     Status(AttemptState),
     /// Its journal is complete.
     Closed,
+    /// Whether it reaches the arbiter.
+    Arbiter(bool),
 }
 
 impl FromDestination {
@@ -38,6 +40,7 @@ impl FromDestination {
             ToSource::Aborted { attempt, reason } => Self::Aborted(*attempt, reason.clone()),
             ToSource::Status { state, .. } => Self::Status(*state),
             ToSource::Closed => Self::Closed,
+            ToSource::Arbiter { reached } => Self::Arbiter(*reached),
             _ => return None,
         })
     }
@@ -104,6 +107,21 @@ pub enum Event {
     GiveUp(String),
     /// An operator declares the destination dead or fenced, and wants the guest to run here.
     Overrule(String),
+    /// Whether this host reaches the arbiter now. Reported before the guest is released.
+    Arbiter(bool),
+    /// The result of [`Action::Claim`].
+    Claimed(Claimed),
+}
+
+/// The arbiter's answer to the question for the lease of the next generation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Claimed {
+    /// This host has it.
+    Granted,
+    /// Another host has it, for ever.
+    Denied,
+    /// There was no answer. This host may have the lease nevertheless.
+    Unanswered,
 }
 
 /// A durable note of who may run the guest.
@@ -156,6 +174,9 @@ pub enum Action {
     Because(Cause),
     /// Show that only the destination knows where the guest runs.
     ShowDoubt,
+    /// Ask the arbiter with this store for the lease of the next generation, if the stopped guest
+    /// is still here in its QEMU; then report [`Event::Claimed`].
+    Claim(StoreId),
     /// Both journals are complete: remove this one. It is the last action.
     Finish,
 }
@@ -184,6 +205,8 @@ pub enum Cause {
     Told(String),
     /// The agent was restarted when the destination still waited for blocks.
     Restarted,
+    /// The arbiter is required, and is not reached from both hosts.
+    NoArbiter,
 }
 
 /// What the source's end is told when it begins.
@@ -201,4 +224,8 @@ pub struct Config {
     pub verify: bool,
     /// Whether some of the disks' content may be needed from here after the commit.
     pub drains: bool,
+    /// The arbiter's store, if this host reached it when the attempt began.
+    pub arbiter: Option<StoreId>,
+    /// Whether the guest may only be released to an arbiter.
+    pub requires_arbiter: bool,
 }

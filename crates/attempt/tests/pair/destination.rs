@@ -5,6 +5,7 @@ use crate::variant::Variant;
 use crate::world::{DISK, Holder, In, Item, Packet, Qemu, Side, World};
 use longhaul_attempt::Destination;
 use longhaul_attempt::destination::{Action, Config, Event, FromSource, Note};
+use longhaul_attempt::source::Claimed;
 use longhaul_engine::handover::{DestinationState, Record};
 use longhaul_protocol::Epoch;
 use longhaul_protocol::message::{ToDestination, ToSource};
@@ -52,7 +53,7 @@ impl World {
         self.b().reserved = Some(attempt);
         let side = longhaul_engine::handover::Side::Destination;
         let agent = self.hosts[1].agent;
-        if !self.append(Side::B, attempt, &began(attempt, side)) {
+        if !self.append(Side::B, attempt, &began(self.terms(attempt), side)) {
             if self.hosts[1].agent == agent {
                 self.b().reserved = None;
                 self.b().journals.remove(&attempt);
@@ -258,7 +259,7 @@ impl World {
             Action::Note(note) => {
                 let right = match &note {
                     Note::Here(generation) => (generation.0, Holder::Here),
-                    Note::BackThere => (1, Holder::There),
+                    Note::BackThere => (self.generation(attempt), Holder::There),
                     Note::Conceded(generation) => (generation.0, Holder::There),
                 };
                 let back = note == Note::BackThere;
@@ -314,6 +315,14 @@ impl World {
                 self.may_be_present();
             }
             Action::ShowDoubt => {}
+            Action::CheckArbiter(_) => {
+                let reached = self.now >= self.arbiter_down_until;
+                self.handle_b(n, Event::Arbiter(reached));
+            }
+            Action::Claim(_) if self.variant == Variant::LeaseSkipped => {
+                self.handle_b(n, Event::Claimed(Claimed::Granted));
+            }
+            Action::Claim(_) => self.claim(Side::B, attempt),
             Action::Finish => {
                 self.b().journals.remove(&attempt);
                 self.b().closed.push(attempt);
@@ -344,6 +353,12 @@ impl World {
             return Event::ResumeFailed("cont".to_owned());
         }
         (qemu.running, qemu.generation) = (true, next);
+        let leased = self.hosts[1].leases.contains(&next);
+        let unneeded = self.hosts[0].dead || self.variant == Variant::LeaseSkipped;
+        if self.plan.requires_arbiter && !leased && !unneeded {
+            self.fail("the guest has moved without the arbiter, which is required");
+        }
+        self.arbitrated[1] += u32::from(leased);
         self.held_since = None;
         self.check();
         for block in 0..self.truth.len() {

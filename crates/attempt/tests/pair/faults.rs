@@ -27,6 +27,8 @@ pub(crate) enum Fault {
     Cancel(Side),
     /// What is fetched cannot be taken for a while.
     FetchTrouble,
+    /// The arbiter cannot be asked for a while.
+    ArbiterDown(u64),
 }
 
 /// The parameters of one run.
@@ -55,6 +57,10 @@ pub(crate) struct Plan {
     pub(crate) chatter: bool,
     /// The offer reaches the destination after this time.
     pub(crate) offer_delay: Duration,
+    /// Both hosts agree on an arbiter.
+    pub(crate) arbiter: bool,
+    /// The guest may only be released to it.
+    pub(crate) requires_arbiter: bool,
     /// Nobody can come back: a host died or journals are lost.
     pub(crate) hopeless: bool,
 }
@@ -66,7 +72,7 @@ impl Plan {
         let time = |rng: &mut Rng| ms(rng.below(span));
         for _ in 0..rng.below(4) {
             let at = time(rng);
-            match rng.below(9) {
+            match rng.below(10) {
                 0 | 1 => faults.push((at, Fault::Cut)),
                 2 => {
                     faults.push((at, Fault::NetworkDown));
@@ -78,7 +84,8 @@ impl Plan {
                 5 => faults.push((at, Fault::WritesFail(side(rng), 1 + rng.below(20_000)))),
                 6 => faults.push((at, Fault::NotesFail(side(rng), 1 + rng.below(20_000)))),
                 7 => faults.push((at, Fault::Cancel(side(rng)))),
-                _ => faults.push((at, Fault::FetchTrouble)),
+                8 => faults.push((at, Fault::FetchTrouble)),
+                _ => faults.push((at, Fault::ArbiterDown(1 + rng.below(20_000)))),
             }
         }
         let at = time(rng);
@@ -128,6 +135,9 @@ impl Plan {
             } else {
                 ms(1 + rng.below(20))
             },
+            // Drawn last: the other parameters of a seed do not depend on it.
+            arbiter: rng.one_in(2),
+            requires_arbiter: rng.one_in(6),
             hopeless,
         }
     }

@@ -1,6 +1,6 @@
 //! Both ends of an attempt against each other, on a virtual clock, by seed.
 //!
-//! `LONGHAUL_SEEDS=N` runs other than 100,000 seeds, `LONGHAUL_SEED=N` runs one and prints its
+//! `LONGHAUL_SEEDS=N` runs other than 200,000 seeds, `LONGHAUL_SEED=N` runs one and prints its
 //! trace, `LONGHAUL_VARIANT=NAME` runs a broken variant.
 
 mod destination;
@@ -63,7 +63,7 @@ fn both_ends_agree_whatever_fails() {
         let variant = Variant::BROKEN.iter().find(named).copied();
         return print(seed, variant.unwrap_or(Variant::Genuine));
     }
-    let seeds = setting("LONGHAUL_SEEDS").unwrap_or(100_000);
+    let seeds = setting("LONGHAUL_SEEDS").unwrap_or(200_000);
     if let Some((seed, failure)) = first_failure(Variant::Genuine, seeds) {
         print(seed, Variant::Genuine);
         panic!("seed {seed}: {failure}; run it again with LONGHAUL_SEED={seed}");
@@ -74,7 +74,7 @@ fn both_ends_agree_whatever_fails() {
 fn every_broken_variant_is_caught() {
     let mut missed = Vec::new();
     for variant in Variant::BROKEN {
-        match first_failure(variant, setting("LONGHAUL_SEEDS").unwrap_or(100_000)) {
+        match first_failure(variant, setting("LONGHAUL_SEEDS").unwrap_or(200_000)) {
             Some((seed, failure)) => say(&format!("{variant:?}: seed {seed}: {failure}")),
             None => missed.push(variant),
         }
@@ -90,16 +90,21 @@ fn guests_move_and_stay_and_return() {
     let mut stayed = 0;
     let mut restarted = 0;
     let mut again = 0;
+    let mut arbitrated = [0; 2];
     for seed in 0..seeds {
         let world = run(seed, Variant::Genuine, false);
         moved += u32::from(world.running(world::Side::B));
         stayed += u32::from(world.running(world::Side::A));
         restarted += u32::from(world.hosts.iter().any(|host| host.agent > 1));
         again += u32::from(world.attempts > 1);
+        arbitrated[0] += world.arbitrated[0];
+        arbitrated[1] += world.arbitrated[1];
     }
     say(&format!(
         "of {seeds} runs {moved} moved, {stayed} stayed, {restarted} restarted an agent, {again} \
-         tried again"
+         tried again; the arbiter let {} move and gave {} back",
+        arbitrated[1], arbitrated[0]
     ));
+    assert!(arbitrated[1] > 200 && arbitrated[0] > 2);
     assert!(moved > 600 && stayed > 200 && restarted > 600 && again > 100);
 }

@@ -89,6 +89,10 @@ impl World {
                     self.b().exports_left = false;
                 }
             }
+            Item::Claim(side, attempt, agent) => self.arbitrate(side, attempt, agent),
+            Item::Claimed(side, attempt, agent, claimed) => {
+                self.claimed(side, attempt, agent, claimed);
+            }
             Item::Operator => self.operator(),
             Item::Chatter => {
                 let conns = self
@@ -203,11 +207,27 @@ impl World {
         }
         if back || right.0 >= host.right.0 {
             // Going back is for the generation that this attempt brought.
-            if !back || host.right.0 <= 2 {
+            if !back || host.right.0 <= right.0 + 1 {
                 host.right = right;
             }
         }
         true
+    }
+
+    /// The arbiter's answer reaches the agent that asked, if it is still there.
+    fn claimed(&mut self, side: Side, attempt: u32, agent: u32, claimed: source::Claimed) {
+        if self.host(side).agent != agent || !self.host(side).up {
+            return;
+        }
+        match side {
+            Side::A => {
+                let doubt = self.in_doubt() == Some(attempt);
+                let back = doubt && claimed == source::Claimed::Granted;
+                self.arbitrated[0] += u32::from(back);
+                self.tell_a(attempt, source::Event::Claimed(claimed));
+            }
+            Side::B => self.tell_b(attempt, destination::Event::Claimed(claimed)),
+        }
     }
 
     // Faults.
@@ -248,6 +268,7 @@ impl World {
                     self.tell_b(attempt, destination::Event::GiveUp("cancelled".to_owned()));
                 }
             }
+            Fault::ArbiterDown(long) => self.arbiter_down_until = now + ms(long),
             Fault::FetchTrouble => {
                 for attempt in self.inn.iter().map(|inn| inn.attempt).collect::<Vec<_>>() {
                     self.tell_b(attempt, destination::Event::FetchTrouble);
@@ -357,7 +378,9 @@ impl World {
         self.after(10_000, 11_000, Item::Operator);
         if self.hosts[0].dead {
             let ready = self.inn.iter().find(|inn| is_ready(inn.core.state()));
-            if let Some(attempt) = ready.map(|inn| inn.attempt) {
+            let next = ready.map(|inn| (inn.attempt, inn.core.terms().next().0));
+            let leases = &self.hosts[0].leases;
+            if let Some((attempt, _)) = next.filter(|(_, next)| !leases.contains(next)) {
                 // What the guest wrote at a host that died later is lost with it.
                 self.truth = self.hosts[1].content;
                 self.tell_b(attempt, destination::Event::Overrule("dead".to_owned()));

@@ -4,22 +4,24 @@ use crate::variant::Variant;
 use crate::world::{DISK, Holder};
 use crate::world::{Item, Out, Packet, Side, World, ms};
 use longhaul_attempt::Source;
-use longhaul_attempt::source::{Action, Config, DialError, Event, FromDestination, Note};
+use longhaul_attempt::source::{Action, Claimed, Config, DialError, Event, FromDestination, Note};
 use longhaul_engine::handover::{Record, SourceState, Terms};
 use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
+use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId, StoreId};
 use std::time::Duration;
+
+pub(crate) const STORE: StoreId = StoreId([6; 16]);
 
 /// Frames under way at a time.
 const WINDOW: usize = 3;
 
-pub(crate) fn began(attempt: u32, side: longhaul_engine::handover::Side) -> Record {
+pub(crate) fn began(terms: Terms, side: longhaul_engine::handover::Side) -> Record {
     Record::Began {
         migration: MigrationId([0; 8]),
-        attempt: Attempt(attempt),
+        attempt: terms.attempt,
         side,
         guest: "guest".to_owned(),
-        generation: Generation(1),
+        generation: terms.generation,
         peer: HostId([0; 32]),
         peer_name: "peer".to_owned(),
         paused: false,
@@ -30,9 +32,58 @@ impl World {
     pub(crate) fn terms(&self, attempt: u32) -> Terms {
         Terms {
             attempt: Attempt(attempt),
-            generation: Generation(1),
+            generation: Generation(self.generation(attempt)),
             early: self.plan.early,
+            arbiter: None,
         }
+    }
+
+    /// Returns the generation that the right has at the source when an attempt begins.
+    pub(crate) fn generation(&self, attempt: u32) -> u64 {
+        self.generations[attempt as usize - 1]
+    }
+
+    // The arbiter.
+
+    /// Asks the arbiter: the question may be lost on its way.
+    pub(crate) fn claim(&mut self, side: Side, attempt: u32) {
+        let agent = self.host(side).agent;
+        if side == Side::A && self.hosts[0].qemu.is_none() {
+            // Without the guest's memory nothing is asked.
+            let unasked = Item::Claimed(side, attempt, agent, Claimed::Unanswered);
+            return self.at(self.now, unasked);
+        }
+        self.after(1, 200, Item::Claim(side, attempt, agent));
+        let limit = match side {
+            Side::A => ms(2000),
+            Side::B => ms(3000),
+        };
+        let late = Item::Claimed(side, attempt, agent, Claimed::Unanswered);
+        self.at(self.now + limit, late);
+    }
+
+    /// The arbiter decides. Its answer may be lost, or come late.
+    pub(crate) fn arbitrate(&mut self, side: Side, attempt: u32, agent: u32) {
+        if self.now < self.arbiter_down_until || self.rng.one_in(10) {
+            return;
+        }
+        let other = match side {
+            Side::A => Side::B,
+            Side::B => Side::A,
+        };
+        let next = self.generation(attempt) + 1;
+        let taken =
+            self.host(other).leases.contains(&next) && self.variant != Variant::LeaseGivenTwice;
+        if !taken {
+            self.host(side).leases.insert(next);
+        }
+        let claimed = match taken {
+            true => Claimed::Denied,
+            false => Claimed::Granted,
+        };
+        self.say(|| format!("the arbiter answers {side:?}: {claimed:?}"));
+        let long = if self.rng.one_in(5) { 5000 } else { 200 };
+        self.after(1, long, Item::Claimed(side, attempt, agent, claimed));
     }
 
     fn source_config(&self, attempt: u32, restored: bool) -> Config {
@@ -50,6 +101,8 @@ impl World {
             launch_within: Some(Duration::from_secs(120)),
             verify: self.plan.verify,
             drains,
+            arbiter: (self.plan.arbiter && !restored).then_some(STORE),
+            requires_arbiter: self.plan.requires_arbiter && !restored,
         }
     }
 
@@ -92,12 +145,14 @@ impl World {
             return;
         }
         self.attempts = attempt;
+        let generation = self.hosts[0].right.0;
+        self.generations.push(generation);
         let incarnation = self.hosts[1].incarnation;
         self.a().reserved = Some(attempt);
         if !self.append(
             Side::A,
             attempt,
-            &began(attempt, longhaul_engine::handover::Side::Source),
+            &began(self.terms(attempt), longhaul_engine::handover::Side::Source),
         ) {
             if self.hosts[0].up {
                 self.a().reserved = None;
@@ -255,6 +310,7 @@ impl World {
                 } else {
                     Ok(())
                 };
+                self.look_for_arbiter(n);
                 self.handle_a(n, Event::MayRelease(answer));
             }
             Action::Write(record) => {
@@ -275,7 +331,7 @@ impl World {
                     Note::There(generation) | Note::Conceded(generation) => {
                         (generation.0, Holder::There)
                     }
-                    Note::BackHere => (1, Holder::Here),
+                    Note::BackHere => (self.generation(attempt), Holder::Here),
                     Note::Here(generation) => (generation.0, Holder::Here),
                 };
                 let back = note == Note::BackHere;
@@ -317,11 +373,17 @@ impl World {
                 }
             }
             Action::Because(_) => {}
+            Action::Claim(_) => self.claim(Side::A, attempt),
             Action::Finish => {
                 self.a().journals.remove(&attempt);
                 self.out.remove(n);
             }
         }
+    }
+
+    fn look_for_arbiter(&mut self, n: usize) {
+        let reached = self.now >= self.arbiter_down_until;
+        self.handle_a(n, Event::Arbiter(reached));
     }
 
     /// The source's copy goes.
@@ -528,6 +590,7 @@ impl World {
         }
         self.held_since = Some(self.now);
         self.out[n].stopped = true;
+        self.look_for_arbiter(n);
         self.tell_a(attempt, Event::Stopped);
     }
 
@@ -557,7 +620,7 @@ impl World {
         let journals: Vec<_> = self.hosts[0].journals.clone().into_iter().collect();
         let released = |records: &[Record]| {
             let mut records = records.iter();
-            records.any(|record| matches!(record, Record::Released { .. }))
+            records.any(Record::is_release)
         };
         let back = |records: &[Record]| {
             let mut records = records.iter();
@@ -568,7 +631,7 @@ impl World {
                 .iter()
                 .any(|(other, records)| other != attempt && released(records) && !back(records));
             let right = self.hosts[0].right;
-            let left = right.0 > 1 && right.1 != Holder::Here;
+            let left = right.0 > self.generation(*attempt) && right.1 != Holder::Here;
             let by_another = !released(records) && (another || left);
             let guarded = self.variant != Variant::NameFreedEarly;
             let open = !matches!(records.last(), Some(Record::Closed { .. }));
@@ -591,7 +654,7 @@ impl World {
         let out = self
             .out
             .iter()
-            .find(|out| *out.core.state() == SourceState::Released)?;
+            .find(|out| matches!(out.core.state(), SourceState::Released { .. }))?;
         Some(out.attempt)
     }
 }

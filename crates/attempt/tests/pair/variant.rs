@@ -43,10 +43,14 @@ pub(crate) enum Variant {
     NoWayBackAfterCommit,
     /// A restarted source does not send the rest of the disks.
     NoDrainAfterRestart,
+    /// The arbiter gives a lease to both hosts.
+    LeaseGivenTwice,
+    /// The destination takes the arbiter's answer for given.
+    LeaseSkipped,
 }
 
 impl Variant {
-    pub(crate) const BROKEN: [Variant; 19] = [
+    pub(crate) const BROKEN: [Variant; 21] = [
         Variant::OtherJournals,
         Variant::NameFreedEarly,
         Variant::ResumeForgotten,
@@ -66,5 +70,7 @@ impl Variant {
         Variant::ReadyUnseen,
         Variant::NoDrainAfterRestart,
         Variant::NoWayBackAfterCommit,
+        Variant::LeaseGivenTwice,
+        Variant::LeaseSkipped,
     ];
 }

@@ -3,12 +3,13 @@
 
 use crate::faults::{Fault, Plan};
 use crate::variant::Variant;
+use longhaul_attempt::source::Claimed;
 use longhaul_attempt::{Destination, Source};
 use longhaul_engine::handover::Record;
 use longhaul_protocol::Epoch;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
 
 /// Blocks of the guest: the first half is memory, the second half is disk.
@@ -97,6 +98,8 @@ pub(crate) struct Host {
     pub(crate) write_fails_until: Duration,
     pub(crate) write_fails_of: u32,
     pub(crate) note_fails_until: Duration,
+    /// The generations whose lease the arbiter gave it.
+    pub(crate) leases: BTreeSet<u64>,
 }
 
 impl Host {
@@ -124,6 +127,7 @@ impl Host {
             write_fails_until: Duration::ZERO,
             write_fails_of: 0,
             note_fails_until: Duration::ZERO,
+            leases: BTreeSet::new(),
         }
     }
 }
@@ -209,6 +213,10 @@ pub(crate) enum Item {
     Fault(Fault),
     Restart(Side),
     Begin,
+    /// A question reaches the arbiter: who asks, the attempt, the agent.
+    Claim(Side, u32, u32),
+    /// The arbiter's answer.
+    Claimed(Side, u32, u32, Claimed),
     OfferTimeout(u32, u32),
     ExportsEnd(u32),
     Operator,
@@ -244,6 +252,11 @@ pub(crate) struct World {
     /// An attempt whose offer is on its way, and its connection.
     pub(crate) preparing: Option<(u32, u32)>,
     pub(crate) attempts: u32,
+    /// The generation of each attempt.
+    pub(crate) generations: Vec<u64>,
+    pub(crate) arbiter_down_until: Duration,
+    /// What the arbiter did: leases that made a guest move, and gave it back.
+    pub(crate) arbitrated: [u32; 2],
 }
 
 impl World {
@@ -274,6 +287,9 @@ impl World {
             resume_fails: plan.resume_fails,
             preparing: None,
             attempts: 0,
+            generations: Vec::new(),
+            arbiter_down_until: Duration::ZERO,
+            arbitrated: [0; 2],
             plan,
         };
         world.hosts[0].qemu = Some(Qemu {

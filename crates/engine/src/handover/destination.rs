@@ -1,8 +1,8 @@
 //! The destination's state machine of the handover.
 
 use super::record::{Record, Side};
-use super::terms::Terms;
-use longhaul_protocol::{Attempt, Generation};
+use super::terms::{Commit, Terms};
+use longhaul_protocol::{Attempt, Generation, StoreId};
 
 /// Where the right to run the guest is, as the destination knows it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -15,12 +15,17 @@ pub enum DestinationState {
     Receiving {
         /// A COMMIT that arrived before the data was complete: the source has released the guest
         /// early.
-        commit: Option<Generation>,
+        commit: Option<Commit>,
     },
     /// READY is being written.
     Readying,
     /// Everything is here, and the source decides.
     Ready,
+    /// COMMIT is here, which takes effect with the arbiter's lease.
+    Claiming {
+        /// The store that gives it.
+        arbiter: StoreId,
+    },
     /// The record that transfers the right to this host is being written.
     Committing,
     /// The right is here, and QEMU is being resumed.
@@ -77,7 +82,11 @@ pub enum DestinationEvent {
     /// The record could not be written; it may be on disk nevertheless.
     WriteFailed(Record),
     /// COMMIT arrived.
-    Commit(Attempt, Generation),
+    Commit(Attempt, Commit),
+    /// The arbiter with this store has given this host the lease of the next generation.
+    Granted(StoreId),
+    /// The arbiter with this store never gives this host the lease of the next generation.
+    Denied(StoreId),
     /// The source gives up, was gone for longer than its time limit, or something failed here.
     Abort(String),
     /// QEMU has ended and was reaped.
@@ -106,6 +115,10 @@ pub enum DestinationAction {
     /// Make this record durable, then report [`DestinationEvent::Written`] or
     /// [`DestinationEvent::WriteFailed`].
     Write(Record),
+    /// Ask the arbiter with this store for the lease of the next generation, then report
+    /// [`DestinationEvent::Granted`], [`DestinationEvent::Denied`], or an abort if it does not
+    /// answer.
+    Claim(StoreId),
     /// Send READY.
     SendReady,
     /// Record that the right is here, in this generation.
@@ -146,12 +159,18 @@ pub fn step_destination(
     use DestinationEvent as On;
     use DestinationState as Is;
     let attempt = terms.attempt;
-    let commit = |generation: Generation| {
+    let next = terms.next();
+    let commit = || {
+        let generation = next;
         let record = Record::Committed {
             attempt,
             generation,
         };
         (Is::Committing, vec![Do::Write(record)])
+    };
+    let permitted = |commit_: &Commit| match commit_.arbiter {
+        None => commit(),
+        Some(arbiter) => (Is::Claiming { arbiter }, vec![Do::Claim(arbiter)]),
     };
     let quit = |reason: &str| {
         let reason = reason.to_owned();
@@ -175,29 +194,25 @@ pub fn step_destination(
         }
         (
             Is::Receiving {
-                commit: Some(generation),
+                commit: Some(commit),
             },
             On::Loaded,
-        ) => commit(*generation),
-        (Is::Receiving { .. }, On::Commit(of, generation))
-            if *of == attempt && *generation == terms.next() =>
+        ) => permitted(commit),
+        (Is::Receiving { .. }, On::Commit(of, commit))
+            if *of == attempt && commit.generation == next =>
         {
-            (
-                Is::Receiving {
-                    commit: Some(*generation),
-                },
-                vec![],
-            )
+            let commit = Some(*commit);
+            (Is::Receiving { commit }, vec![])
         }
         (Is::Readying, On::Written(Record::Ready { .. })) => (Is::Ready, vec![Do::SendReady]),
         (Is::Readying, On::WriteFailed(_)) => quit("READY could not be written"),
         (Is::Ready, On::Asked) => (Is::Ready, vec![Do::SendReady]),
-        (Is::Ready, On::Commit(of, generation))
-            if *of == attempt && *generation == terms.next() =>
-        {
-            commit(*generation)
+        (Is::Ready, On::Commit(of, commit)) if *of == attempt && commit.generation == next => {
+            permitted(commit)
         }
-        (Is::Ready, On::Overrule(because)) => {
+        (Is::Claiming { arbiter }, On::Granted(of)) if of == arbiter => commit(),
+        (Is::Claiming { arbiter }, On::Denied(of)) if of == arbiter => quit(DENIED),
+        (Is::Ready | Is::Claiming { .. }, On::Overrule(because)) => {
             let record = Record::Overruled {
                 attempt,
                 run_on: Side::Destination,
@@ -264,7 +279,7 @@ pub fn step_destination(
                 attempt,
                 run_on: Side::Source,
                 generation: *generation,
-                because: "the source was told so by a person".to_owned(),
+                because: "the source was told so".to_owned(),
             };
             (Is::Yielding, vec![Do::Write(record)])
         }
@@ -272,12 +287,12 @@ pub fn step_destination(
             (Is::Aborted, vec![Do::Concede(*generation), Do::SendAborted])
         }
 
-        (Is::Receiving { .. } | Is::Readying | Is::Ready, On::Abort(reason)) => quit(reason),
-        (Is::Receiving { .. } | Is::Readying | Is::Ready, On::PeerOverruled(_)) => {
-            quit("a person has given the guest to the source")
+        (open, On::Abort(reason)) if open.may_abort() => quit(reason),
+        (open, On::PeerOverruled(_)) if open.may_abort() => {
+            quit("the guest was given back to the source")
         }
         // A QEMU that ended by itself is cleaned up as after any other abort.
-        (Is::Receiving { .. } | Is::Readying | Is::Ready, On::QemuGone) => quit("its QEMU ended"),
+        (open, On::QemuGone) if open.may_abort() => quit("its QEMU ended"),
         (Is::Recording, On::Written(Record::Aborted { .. })) => {
             (Is::Aborted, vec![Do::SendAborted])
         }
@@ -308,6 +323,8 @@ pub fn step_destination(
         _ => (state.clone(), vec![]),
     }
 }
+
+const DENIED: &str = "the arbiter gave the lease to another host";
 
 fn close(attempt: Attempt, here: bool) -> (DestinationState, Vec<DestinationAction>) {
     let record = Record::Closed { attempt };
@@ -367,6 +384,7 @@ impl DestinationState {
                 | Record::Incomplete { .. }
                 | Record::Peer { .. }
                 | Record::Released { .. }
+                | Record::ReleasedToArbiter { .. }
                 | Record::Done { .. },
             ) => {
                 let reason = "the destination's agent was restarted".to_owned();
@@ -388,7 +406,10 @@ impl DestinationState {
 
     /// Returns whether the destination alone can end the attempt.
     pub fn may_abort(&self) -> bool {
-        matches!(self, Self::Receiving { .. } | Self::Readying | Self::Ready)
+        matches!(
+            self,
+            Self::Receiving { .. } | Self::Readying | Self::Ready | Self::Claiming { .. }
+        )
     }
 
     /// Returns whether the guest's place is decided, even if records or messages are outstanding.
@@ -408,9 +429,15 @@ mod tests {
         attempt: Attempt(2),
         generation: Generation(2),
         early: false,
+        arbiter: None,
     };
+    const STORE: StoreId = StoreId([6; 16]);
     const NEXT: Generation = Generation(3);
     const ATTEMPT: Attempt = TERMS.attempt;
+    const COMMIT: Commit = Commit {
+        generation: NEXT,
+        arbiter: None,
+    };
 
     /// Runs from the beginning, with every record written at once.
     fn run(events: &[DestinationEvent]) -> (DestinationState, Vec<DestinationAction>) {
@@ -459,7 +486,7 @@ mod tests {
 
     #[test]
     fn the_guest_runs_only_after_the_record() {
-        let commit = DestinationEvent::Commit(ATTEMPT, NEXT);
+        let commit = DestinationEvent::Commit(ATTEMPT, COMMIT);
         let (state, actions) = run(&[
             DestinationEvent::Loaded,
             commit,
@@ -476,9 +503,14 @@ mod tests {
 
     #[test]
     fn an_early_commit_waits_for_everything_to_be_here() {
-        let commit = DestinationEvent::Commit(ATTEMPT, NEXT);
+        let commit = DestinationEvent::Commit(ATTEMPT, COMMIT);
         let (state, actions) = run(std::slice::from_ref(&commit));
-        assert_eq!(state, DestinationState::Receiving { commit: Some(NEXT) });
+        assert_eq!(
+            state,
+            DestinationState::Receiving {
+                commit: Some(COMMIT)
+            }
+        );
         assert_eq!(actions, []);
         let (state, actions) = run(&[commit, DestinationEvent::Loaded]);
         assert_eq!(state, DestinationState::Committed);
@@ -491,7 +523,7 @@ mod tests {
         let (state, actions) = run(&[
             DestinationEvent::Abort("x".into()),
             DestinationEvent::QemuGone,
-            DestinationEvent::Commit(ATTEMPT, NEXT),
+            DestinationEvent::Commit(ATTEMPT, COMMIT),
         ]);
         assert_eq!(state, DestinationState::Aborted);
         assert_eq!(actions.last(), Some(&DestinationAction::SendAborted));
@@ -532,10 +564,63 @@ mod tests {
     #[test]
     fn a_commit_for_another_attempt_or_generation_is_ignored() {
         for (attempt, generation) in [(Attempt(1), NEXT), (ATTEMPT, Generation(9))] {
-            let event = DestinationEvent::Commit(attempt, generation);
+            let commit = Commit {
+                generation,
+                ..COMMIT
+            };
+            let event = DestinationEvent::Commit(attempt, commit);
             let (next, actions) = step_destination(&DestinationState::Ready, &event, &TERMS);
             assert_eq!((next, actions), (DestinationState::Ready, vec![]));
         }
+    }
+
+    #[test]
+    fn a_commit_with_an_arbiter_takes_effect_with_its_lease_only() {
+        let commit = Commit {
+            arbiter: Some(STORE),
+            ..COMMIT
+        };
+        let commit = DestinationEvent::Commit(ATTEMPT, commit);
+        let claims = DestinationState::Claiming { arbiter: STORE };
+        for ready in [
+            vec![DestinationEvent::Loaded, commit.clone()],
+            vec![commit.clone(), DestinationEvent::Loaded],
+        ] {
+            let (state, actions) = run(&ready);
+            assert_eq!(state, claims);
+            assert_eq!(actions.last(), Some(&DestinationAction::Claim(STORE)));
+        }
+        let hear = |event: &DestinationEvent| step_destination(&claims, event, &TERMS);
+        let (state, actions) = hear(&DestinationEvent::Granted(STORE));
+        let committed = vec![DestinationAction::Write(committed())];
+        assert_eq!((state, actions), (DestinationState::Committing, committed));
+        for ends in [
+            DestinationEvent::Denied(STORE),
+            DestinationEvent::Abort("no answer".into()),
+            DestinationEvent::PeerOverruled(TERMS.after_next()),
+        ] {
+            let (state, actions) = hear(&ends);
+            assert!(
+                matches!(state, DestinationState::Aborting { .. }),
+                "{ends:?}"
+            );
+            assert_eq!(actions, [DestinationAction::Quit]);
+        }
+        let another = StoreId([7; 16]);
+        for nothing in [
+            DestinationEvent::Granted(another),
+            DestinationEvent::Denied(another),
+            DestinationEvent::Commit(ATTEMPT, COMMIT),
+            commit,
+        ] {
+            assert_eq!(hear(&nothing), (claims.clone(), vec![]), "{nothing:?}");
+        }
+        // A restarted agent needs COMMIT and the lease again.
+        let ready = Record::Ready { attempt: ATTEMPT };
+        let (state, _) = DestinationState::restore(&[ready], &TERMS);
+        assert_eq!(state, DestinationState::Ready);
+        let (state, actions) = step_destination(&state, &DestinationEvent::Granted(STORE), &TERMS);
+        assert_eq!((state, actions), (DestinationState::Ready, vec![]));
     }
 
     #[test]

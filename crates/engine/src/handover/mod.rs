@@ -18,6 +18,10 @@
 //! With an early release, RELEASED is written and COMMIT sent when the guest stops; the destination
 //! commits when all data has arrived.
 //!
+//! With an arbiter, the release and COMMIT name its store. The destination then writes COMMITTED
+//! only with the lease of the next generation, and a source in doubt that gets this lease itself
+//! takes the guest back.
+//!
 //! Both sides are pure transition functions: an event goes in, the next state and the actions come
 //! out, and an action that has to be durable is a [`Record`] whose arrival on disk is the next
 //! event. `restore` says where a restarted agent continues. The agents run these functions
@@ -30,5 +34,5 @@ mod terms;
 
 pub use destination::{DestinationAction, DestinationEvent, DestinationState, step_destination};
 pub use record::{Record, Side};
-pub use source::{SourceAction, SourceEvent, SourceState, step_source};
-pub use terms::Terms;
+pub use source::{BY_ARBITER, SourceAction, SourceEvent, SourceState, step_source};
+pub use terms::{Commit, Terms};

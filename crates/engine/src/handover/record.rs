@@ -1,6 +1,6 @@
 //! The records of a migration's journals.
 
-use longhaul_protocol::{Attempt, Generation, HostId, Incarnation, MigrationId};
+use longhaul_protocol::{Attempt, Generation, HostId, Incarnation, MigrationId, StoreId};
 use serde::{Deserialize, Serialize};
 
 /// Which end of a migration a journal belongs to.
@@ -78,7 +78,8 @@ pub enum Record {
         /// The attempt.
         attempt: Attempt,
     },
-    /// An operator has decided where the guest runs, against the agents' knowledge.
+    /// An operator has decided where the guest runs, against the agents' knowledge; or the arbiter
+    /// has given it back to the source.
     Overruled {
         /// The attempt.
         attempt: Attempt,
@@ -86,7 +87,7 @@ pub enum Record {
         run_on: Side,
         /// The generation of the right there.
         generation: Generation,
-        /// The operator's statement on the other side.
+        /// The operator's statement on the other side, or [`BY_ARBITER`](super::BY_ARBITER).
         because: String,
     },
     /// The attempt needs no more actions here.
@@ -118,6 +119,16 @@ pub enum Record {
         /// The operator's statement on the source.
         because: String,
     },
+    /// Source: as RELEASED, and the destination commits only with the arbiter's lease. So the
+    /// source may take the guest back with it.
+    ReleasedToArbiter {
+        /// The attempt.
+        attempt: Attempt,
+        /// The generation that the destination will have, and that of the lease.
+        generation: Generation,
+        /// The store that gives the lease.
+        store: StoreId,
+    },
 }
 
 impl Record {
@@ -136,7 +147,24 @@ impl Record {
             | Record::Closed { attempt }
             | Record::Peer { attempt, .. }
             | Record::Incomplete { attempt, .. }
-            | Record::GaveUp { attempt, .. } => *attempt,
+            | Record::GaveUp { attempt, .. }
+            | Record::ReleasedToArbiter { attempt, .. } => *attempt,
         }
+    }
+
+    /// Returns the store whose lease a released guest needs.
+    pub(super) fn arbiter(&self) -> Option<StoreId> {
+        match self {
+            Record::ReleasedToArbiter { store, .. } => Some(*store),
+            _ => None,
+        }
+    }
+
+    /// Returns whether the source has released the guest with this record.
+    pub fn is_release(&self) -> bool {
+        matches!(
+            self,
+            Record::Released { .. } | Record::ReleasedToArbiter { .. }
+        )
     }
 }

@@ -1,8 +1,8 @@
 //! The source's state machine of the handover.
 
 use super::record::{Record, Side};
-use super::terms::Terms;
-use longhaul_protocol::{Attempt, Generation};
+use super::terms::{Commit, Terms};
+use longhaul_protocol::{Attempt, Generation, StoreId};
 
 /// Where the right to run the guest is, as the source knows it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -14,8 +14,12 @@ pub enum SourceState {
     },
     /// RELEASED is being written.
     Releasing,
-    /// The guest may run at the destination: only the destination's answer resumes it here.
-    Released,
+    /// The guest may run at the destination: only the destination's answer resumes it here, or the
+    /// lease.
+    Released {
+        /// The arbiter whose lease the destination needs.
+        arbiter: Option<StoreId>,
+    },
     /// The guest runs here again; ABORTED is being written.
     Aborting,
     /// ABORTED is being written, and the guest stays stopped until it is: RELEASED may be on disk.
@@ -28,12 +32,16 @@ pub enum SourceState {
     Done,
     /// The destination has all data, and QEMU has quit; CLOSED is being written.
     Retiring,
-    /// OVERRULED is being written: an operator has declared the destination dead or fenced.
+    /// OVERRULED is being written: an operator has declared the destination dead or fenced, or it
+    /// can never get the lease.
     Overruling {
         /// Whether the destination had committed, so that DONE is on disk.
         done: bool,
+        /// As in [`SourceState::Released`].
+        arbiter: Option<StoreId>,
     },
-    /// The guest runs here by an operator's decision, which the destination has yet to be told of.
+    /// The guest runs here by a decision which the destination has yet to be told of: an operator's
+    /// or the arbiter's.
     Overruled,
     /// Final state.
     Closed {
@@ -63,6 +71,8 @@ pub enum SourceEvent {
     Abort(String),
     /// An operator declares the destination dead or fenced, and wants the guest to run here.
     Overrule(String),
+    /// The arbiter with this store has given this host the lease of the next generation.
+    Granted(StoreId),
     /// A connection to the destination exists, again or for the first time since a restart.
     Connected,
 }
@@ -83,7 +93,7 @@ pub enum SourceAction {
     /// Record that the right is at the source, in this generation.
     Unfence(Generation),
     /// Send COMMIT.
-    SendCommit(Generation),
+    SendCommit(Commit),
     /// Tell the destination to give up.
     SendCancel(String),
     /// Tell the destination that an operator has given the guest to the source.
@@ -121,10 +131,26 @@ pub fn step_source(
     let stays = |reason: &str| Do::Write(terms.aborted(reason));
     let release = || {
         let generation = next;
-        Do::Write(Record::Released {
-            attempt,
-            generation,
+        Do::Write(match terms.arbiter {
+            None => Record::Released {
+                attempt,
+                generation,
+            },
+            Some(store) => Record::ReleasedToArbiter {
+                attempt,
+                generation,
+                store,
+            },
         })
+    };
+    let overrule = |done, arbiter, because: &str| {
+        let record = Record::Overruled {
+            attempt,
+            run_on: Side::Source,
+            generation: terms.after_next(),
+            because: because.to_owned(),
+        };
+        (Is::Overruling { done, arbiter }, vec![Do::Write(record)])
     };
     let closed = || Do::Write(Record::Closed { attempt });
     match (state, event) {
@@ -143,9 +169,12 @@ pub fn step_source(
         }
         (Is::Aborting, On::Written(Record::Aborted { .. })) => (Is::Aborted, vec![closed()]),
 
-        (Is::Releasing, On::Written(Record::Released { .. })) => {
+        (Is::Releasing, On::Written(record)) if record.is_release() => {
+            let arbiter = record.arbiter();
+            let commit = terms.commit(arbiter);
             // The journal is authoritative: after a crash the fence is made again from it.
-            (Is::Released, vec![Do::SendCommit(next), Do::Fence(next)])
+            let actions = vec![Do::SendCommit(commit), Do::Fence(next)];
+            (Is::Released { arbiter }, actions)
         }
         // A restarted agent may nevertheless find RELEASED, and then follows it: the guest is
         // resumed only when ABORTED contradicts it.
@@ -154,40 +183,48 @@ pub fn step_source(
             let actions = vec![Do::SendCancel(reason.to_owned()), stays(reason)];
             (Is::Returning, actions)
         }
-        (Is::Released, On::Connected) => (Is::Released, vec![Do::Fence(next), Do::Ask]),
+        (Is::Released { .. }, On::Connected) => (state.clone(), vec![Do::Fence(next), Do::Ask]),
         // The destination decides: it may have committed.
-        (Is::Released, On::Abort(reason)) => (Is::Released, vec![Do::SendCancel(reason.clone())]),
-        // READY after a reconnection: COMMIT was lost.
-        (Is::Released, On::Ready(of)) if *of == attempt => {
-            (Is::Released, vec![Do::SendCommit(next)])
+        (Is::Released { .. }, On::Abort(reason)) => {
+            (state.clone(), vec![Do::SendCancel(reason.clone())])
         }
-        (Is::Released, On::Committed(of) | On::AllPresent(of)) if *of == attempt => {
+        // READY after a reconnection: COMMIT was lost. The release is as it was recorded.
+        (Is::Released { arbiter }, On::Ready(of)) if *of == attempt => {
+            (state.clone(), vec![Do::SendCommit(terms.commit(*arbiter))])
+        }
+        // The destination can never have the lease any more, and so never commits.
+        (
+            Is::Released {
+                arbiter: Some(store),
+            },
+            On::Granted(of),
+        ) if of == store => overrule(false, Some(*store), BY_ARBITER),
+        (Is::Released { .. }, On::Committed(of) | On::AllPresent(of)) if *of == attempt => {
             (Is::Finishing, vec![Do::Write(Record::Done { attempt })])
         }
-        (Is::Released, On::PeerAborted(of)) if *of == attempt => {
+        (Is::Released { .. }, On::PeerAborted(of)) if *of == attempt => {
             (Is::Returning, vec![stays(PEER_GAVE_UP)])
         }
         (Is::Returning, On::Written(Record::Aborted { .. })) => {
             (Is::Aborted, back_here(terms.generation, closed()))
         }
         // Where the destination had committed, the operator gives up what the guest did there.
-        (Is::Released | Is::Done, On::Overrule(because)) => {
-            let done = *state == Is::Done;
-            let record = Record::Overruled {
-                attempt,
-                run_on: Side::Source,
-                generation: terms.after_next(),
-                because: because.clone(),
-            };
-            (Is::Overruling { done }, vec![Do::Write(record)])
-        }
+        (Is::Released { arbiter }, On::Overrule(because)) => overrule(false, *arbiter, because),
+        (Is::Done, On::Overrule(because)) => overrule(true, None, because),
         (Is::Overruling { .. }, On::Written(Record::Overruled { .. })) => {
             (Is::Overruled, reclaim(terms.after_next()))
         }
-        // The record may be on disk: the operator is asked again, and nothing is resumed.
-        (Is::Overruling { done: false }, On::WriteFailed(_)) => (Is::Released, vec![]),
+        // The record may be on disk: the operator or the arbiter is asked again, and nothing is
+        // resumed.
+        (
+            Is::Overruling {
+                done: false,
+                arbiter,
+            },
+            On::WriteFailed(_),
+        ) => (Is::Released { arbiter: *arbiter }, vec![]),
         // DONE takes its place before the copy here can be retired.
-        (Is::Overruling { done: true }, On::WriteFailed(_)) => {
+        (Is::Overruling { done: true, .. }, On::WriteFailed(_)) => {
             (Is::Finishing, vec![Do::Write(Record::Done { attempt })])
         }
         (Is::Overruled, On::Connected) => {
@@ -233,6 +270,9 @@ pub fn step_source(
     }
 }
 
+/// The reason in OVERRULED where the arbiter decided, and no operator.
+pub const BY_ARBITER: &str = "the arbiter gave the lease to the source";
+
 const PEER_GAVE_UP: &str = "the destination gave up";
 const KEPT: &str = "the source has kept the guest";
 
@@ -260,7 +300,10 @@ impl SourceState {
         let attempt = terms.attempt;
         let closed = || Do::Write(Record::Closed { attempt });
         match records.last() {
-            Some(Record::Released { .. }) => (Self::Released, vec![Do::Fence(terms.next())]),
+            Some(record @ (Record::Released { .. } | Record::ReleasedToArbiter { .. })) => {
+                let arbiter = record.arbiter();
+                (Self::Released { arbiter }, vec![Do::Fence(terms.next())])
+            }
             Some(Record::Overruled { .. }) => (Self::Overruled, reclaim(terms.after_next())),
             Some(Record::Done { .. }) => (Self::Done, vec![Do::Cede(terms.next())]),
             Some(Record::Aborted { .. }) if overruled(records) => (Self::Aborted, vec![closed()]),
@@ -325,7 +368,10 @@ impl SourceState {
 
     /// Returns whether only the destination's answer, or an operator, decides.
     pub fn in_doubt(&self) -> bool {
-        matches!(self, Self::Released | Self::Overruling { done: false })
+        matches!(
+            self,
+            Self::Released { .. } | Self::Overruling { done: false, .. }
+        )
     }
 }
 
@@ -345,7 +391,10 @@ mod tests {
         attempt: ATTEMPT,
         generation: Generation(4),
         early: false,
+        arbiter: None,
     };
+    const STORE: StoreId = StoreId([6; 16]);
+    const RELEASED: SourceState = SourceState::Released { arbiter: None };
 
     /// Runs from the beginning, with every record written at once.
     fn run(events: &[SourceEvent], terms: &Terms) -> (SourceState, Vec<SourceAction>) {
@@ -393,7 +442,7 @@ mod tests {
         assert_eq!(state, SourceState::Closed { here: false });
         let expected = [
             SourceAction::Write(released()),
-            SourceAction::SendCommit(NEXT),
+            SourceAction::SendCommit(TERMS.commit(None)),
             SourceAction::Fence(NEXT),
             SourceAction::Write(Record::Done { attempt: ATTEMPT }),
             SourceAction::Cede(NEXT),
@@ -411,8 +460,8 @@ mod tests {
             ..TERMS
         };
         let (state, actions) = run(&[SourceEvent::Postmigrate], &early);
-        assert_eq!(state, SourceState::Released);
-        assert!(actions.contains(&SourceAction::SendCommit(NEXT)));
+        assert_eq!(state, RELEASED);
+        assert!(actions.contains(&SourceAction::SendCommit(TERMS.commit(None))));
     }
 
     #[test]
@@ -426,7 +475,7 @@ mod tests {
             SourceEvent::PeerAborted(Attempt(9)),
         ] {
             let (next, actions) = step_source(&state, &event, &TERMS);
-            assert_eq!(next, SourceState::Released, "{event:?}");
+            assert_eq!(next, RELEASED, "{event:?}");
             assert!(!actions.contains(&SourceAction::Resume), "{event:?}");
         }
         let (next, actions) = step_source(&state, &SourceEvent::PeerAborted(ATTEMPT), &TERMS);
@@ -485,8 +534,14 @@ mod tests {
         let event = SourceEvent::Overrule("the destination burnt down".into());
         let here = SourceState::Here { postmigrate: true };
         assert_eq!(step_source(&here, &event, &TERMS), (here, vec![]));
-        let (state, actions) = step_source(&SourceState::Released, &event, &TERMS);
-        assert_eq!(state, SourceState::Overruling { done: false });
+        let (state, actions) = step_source(&RELEASED, &event, &TERMS);
+        assert_eq!(
+            state,
+            SourceState::Overruling {
+                done: false,
+                arbiter: None,
+            }
+        );
         let [SourceAction::Write(record)] = &actions[..] else {
             panic!("{actions:?}");
         };
@@ -499,7 +554,13 @@ mod tests {
     fn a_person_takes_the_guest_back_from_a_destination_that_had_committed() {
         let event = SourceEvent::Overrule("the destination burnt down".into());
         let (state, actions) = step_source(&SourceState::Done, &event, &TERMS);
-        assert_eq!(state, SourceState::Overruling { done: true });
+        assert_eq!(
+            state,
+            SourceState::Overruling {
+                done: true,
+                arbiter: None,
+            }
+        );
         let [SourceAction::Write(record)] = &actions[..] else {
             panic!("{actions:?}");
         };
@@ -519,5 +580,54 @@ mod tests {
         let records = [released(), done, record.clone(), closed];
         let (state, _) = SourceState::restore(&records, &TERMS);
         assert_eq!(state, SourceState::Closed { here: true });
+    }
+
+    #[test]
+    fn a_release_to_an_arbiter_ends_with_its_lease_too() {
+        let terms = Terms {
+            arbiter: Some(STORE),
+            ..TERMS
+        };
+        let events = [SourceEvent::Postmigrate, SourceEvent::Ready(ATTEMPT)];
+        let (state, actions) = run(&events, &terms);
+        let arbiter = Some(STORE);
+        assert_eq!(state, SourceState::Released { arbiter });
+        let commit = SourceAction::SendCommit(terms.commit(arbiter));
+        assert!(actions.contains(&commit));
+        let record = Record::ReleasedToArbiter {
+            attempt: ATTEMPT,
+            generation: NEXT,
+            store: STORE,
+        };
+        // The record decides, whatever the agent knows of arbiters afterwards.
+        let (restored, _) = SourceState::restore(std::slice::from_ref(&record), &TERMS);
+        assert_eq!(restored, state);
+        let (_, actions) = step_source(&restored, &SourceEvent::Ready(ATTEMPT), &TERMS);
+        assert_eq!(actions, [commit]);
+
+        let granted = SourceEvent::Granted(STORE);
+        let (overruling, actions) = step_source(&state, &granted, &TERMS);
+        let [SourceAction::Write(record)] = &actions[..] else {
+            panic!("{actions:?}");
+        };
+        let failed = SourceEvent::WriteFailed(record.clone());
+        assert_eq!(step_source(&overruling, &failed, &TERMS), (state, vec![]));
+        let written = SourceEvent::Written(record.clone());
+        let (state, actions) = step_source(&overruling, &written, &TERMS);
+        assert_eq!(state, SourceState::Overruled);
+        assert!(actions.contains(&SourceAction::Resume));
+    }
+
+    #[test]
+    fn no_other_lease_ends_doubt() {
+        let ends = |arbiter, of| {
+            let state = SourceState::Released { arbiter };
+            let answer = step_source(&state, &SourceEvent::Granted(of), &TERMS);
+            answer != (state, vec![])
+        };
+        assert!(ends(Some(STORE), STORE));
+        assert!(!ends(Some(STORE), StoreId([7; 16])));
+        // The destination needs no lease.
+        assert!(!ends(None, STORE));
     }
 }

@@ -1,7 +1,7 @@
 //! The terms that both sides of a handover have agreed on.
 
 use super::record::Record;
-use longhaul_protocol::{Attempt, Generation};
+use longhaul_protocol::{Attempt, Generation, StoreId};
 
 /// The terms of one attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -14,6 +14,18 @@ pub struct Terms {
     /// ready: this saves a round trip, and lengthens the time in which a lost connection leaves the
     /// attempt in doubt.
     pub early: bool,
+    /// The store of the arbiter whose lease the destination needs, if the source releases the guest
+    /// from now on. It is fixed by the record of the release.
+    pub arbiter: Option<StoreId>,
+}
+
+/// The source's permission to run the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Commit {
+    /// The generation of the right from now on.
+    pub generation: Generation,
+    /// The store that has to give the lease of this generation first.
+    pub arbiter: Option<StoreId>,
 }
 
 impl Terms {
@@ -26,6 +38,14 @@ impl Terms {
     /// any that the destination may have.
     pub fn after_next(&self) -> Generation {
         Generation(self.generation.0.saturating_add(2))
+    }
+
+    /// Returns the permission that follows from a release to this arbiter.
+    pub(super) fn commit(&self, arbiter: Option<StoreId>) -> Commit {
+        Commit {
+            generation: self.next(),
+            arbiter,
+        }
     }
 
     pub(super) fn aborted(&self, reason: &str) -> Record {

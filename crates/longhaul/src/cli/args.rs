@@ -337,6 +337,9 @@ pub(crate) struct Wishes {
     /// longer if the link breaks
     #[arg(long)]
     pub(crate) early_release: bool,
+    /// Refuse unless the realm's arbiter can end a doubt about where the guest runs
+    #[arg(long)]
+    pub(crate) require_arbiter: bool,
     #[command(flatten)]
     pub(crate) ending: Ending,
 }

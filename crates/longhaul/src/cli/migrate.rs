@@ -60,6 +60,7 @@ pub(super) fn start(args: &MigrateArgs, guest: String, group: Option<String>) ->
         verify: args.verify,
         patience_ms: whole_ms(args.patience),
         early_release: args.wishes.early_release,
+        require_arbiter: args.wishes.require_arbiter,
         encoding: Encoding {
             compression: args.encoding.compression,
             delta_cache: args.encoding.delta_cache,

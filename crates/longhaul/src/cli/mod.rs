@@ -353,6 +353,7 @@ async fn plan(client: &Client, output: &Output, args: PlanArgs) -> Result<u8, Cl
         downtime_ms: whole_ms(args.wishes.downtime),
         bandwidth_bps: args.wishes.bandwidth,
         early_release: args.wishes.early_release,
+        require_arbiter: args.wishes.require_arbiter,
         convergence: args.wishes.ending.convergence(),
     };
     let plan = client.plan(&request).await?;

@@ -329,6 +329,7 @@ impl Agent {
             verify: true,
             patience_ms: 60_000,
             early_release: false,
+            require_arbiter: false,
             encoding: Default::default(),
             convergence: Default::default(),
             disks: Default::default(),

@@ -389,6 +389,8 @@ impl DestinationAttempt {
             | ToDestination::Unreadable { .. }
             | ToDestination::Verified
             | ToDestination::Commit { .. }
+            | ToDestination::CommitWithLease { .. }
+            | ToDestination::Arbiter { .. }
             | ToDestination::Cancel { .. }
             | ToDestination::Done
             | ToDestination::Overruled { .. }
@@ -403,8 +405,8 @@ impl DestinationAttempt {
     async fn decided(&mut self, message: FromSource) {
         let next = self.handover.ledger.terms.next();
         let message = match message {
-            FromSource::Commit(_, generation) if generation != next => {
-                tracing::warn!(?generation, "a commit for another generation is ignored");
+            FromSource::Commit(_, commit) if commit.generation != next => {
+                tracing::warn!(?commit, "a commit for another generation is ignored");
                 return;
             }
             FromSource::Commit(..) => {

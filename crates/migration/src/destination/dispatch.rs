@@ -354,5 +354,7 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::OfferPorts(_) => "OfferPorts",
         ToDestination::HeldFrames(_) => "HeldFrames",
         ToDestination::Flows(_) => "Flows",
+        ToDestination::Arbiter { .. } => "Arbiter",
+        ToDestination::CommitWithLease { .. } => "CommitWithLease",
     }
 }

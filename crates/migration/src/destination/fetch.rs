@@ -393,6 +393,8 @@ impl Fetch {
             ToDestination::Start { .. }
             | ToDestination::Flows(_)
             | ToDestination::Commit { .. }
+            | ToDestination::CommitWithLease { .. }
+            | ToDestination::Arbiter { .. }
             | ToDestination::Cancel { .. }
             | ToDestination::Done
             | ToDestination::Overruled { .. }

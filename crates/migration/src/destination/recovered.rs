@@ -221,6 +221,7 @@ impl RecoveredDestination {
             attempt,
             generation: Generation(0),
             early: false,
+            arbiter: None,
         };
         let records = attempt_record::of_attempt(&journal, terms);
         let core = core(terms, false, &records);
@@ -469,6 +470,8 @@ impl DestinationOwner for RecoveredDestination {
             | Action::AskReady
             | Action::ShowDoubt
             | Action::FillMissing
+            | Action::CheckArbiter(_)
+            | Action::Claim(_)
             | Action::Write(_)
             | Action::Note(_) => {}
         }

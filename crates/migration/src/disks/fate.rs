@@ -80,7 +80,9 @@ fn fate_by(records: &[Record]) -> Option<Fate> {
             | Record::Done { .. } => Fate::Stay,
             Record::Aborted { .. } => Fate::Go,
             // Returned: the attempt will be aborted.
-            Record::Returned { .. } | Record::Released { .. } => Fate::Open,
+            Record::Returned { .. }
+            | Record::Released { .. }
+            | Record::ReleasedToArbiter { .. } => Fate::Open,
             Record::Overruled { run_on, .. } => match run_on {
                 longhaul_engine::handover::Side::Destination => Fate::Stay,
                 longhaul_engine::handover::Side::Source => Fate::Open,

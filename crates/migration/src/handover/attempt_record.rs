@@ -45,6 +45,8 @@ impl AttemptRecord {
                 generation: *generation,
                 // This only matters before a journal is read again.
                 early: false,
+                // The record of the release has it.
+                arbiter: None,
             };
             Some((
                 *side,

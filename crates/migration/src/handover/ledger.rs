@@ -7,10 +7,12 @@
 //! ```
 
 use crate::context::Context;
+use crate::host::arbiter::{self, Answer};
 use crate::host::fail_point;
+use longhaul_attempt::source::Claimed;
 use longhaul_attempt::{Destination, Source, destination, source};
 use longhaul_engine::handover::{DestinationState, Record, SourceState, Terms};
-use longhaul_protocol::{AttemptId, Generation, HostId, Incarnation, MigrationId};
+use longhaul_protocol::{AttemptId, Generation, HostId, Incarnation, MigrationId, StoreId};
 use longhaul_storage::{Holder, Journal, Right, RightsError};
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,6 +31,11 @@ pub(crate) struct Ledger {
     pub(crate) terms: Terms,
     pub(crate) journal: Journal,
 }
+
+/// How long the destination asks the arbiter for its lease, while the guest is stopped.
+const CLAIM_WITHIN: Duration = Duration::from_secs(3);
+/// Between two questions.
+const CLAIM_EVERY: Duration = Duration::from_millis(250);
 
 /// A change of the right to run the guest.
 enum Noting {
@@ -75,6 +82,35 @@ impl Ledger {
                 Record::Peer { incarnation, .. } => Some(*incarnation),
                 _ => None,
             })
+    }
+
+    /// Asks the arbiter for the lease of the next generation.
+    pub(crate) async fn claim(&self, store: StoreId) -> Answer {
+        let networks = &self.context.parts.networks;
+        let next = self.terms.next();
+        let answer = arbiter::acquire(networks, store, &self.guest, next).await;
+        tracing::info!(migration = %self.migration, ?next, ?answer, "asked the arbiter");
+        answer
+    }
+
+    /// Asks the arbiter as long as the guest may be stopped for it.
+    async fn claim_in_time(&self, store: StoreId) -> Claimed {
+        let until = Instant::now() + CLAIM_WITHIN;
+        let asking = async {
+            loop {
+                match self.claim(store).await {
+                    Answer::Granted => return Claimed::Granted,
+                    Answer::Denied(..) => return Claimed::Denied,
+                    Answer::None(_) => tokio::time::sleep(CLAIM_EVERY).await,
+                }
+            }
+        };
+        let claimed = tokio::time::timeout_at(until, asking).await;
+        claimed.unwrap_or(Claimed::Unanswered)
+    }
+
+    fn reaches(&self, store: StoreId) -> bool {
+        arbiter::is_reached(&self.context.parts.networks, store)
     }
 
     fn append(&mut self, record: &Record) -> bool {
@@ -210,6 +246,14 @@ impl SourceHandover {
         self.core.poll_timeout().map(|at| self.began + at)
     }
 
+    /// Reports to the core whether the arbiter is reached, before the guest is released.
+    pub(crate) fn look_for_arbiter(&mut self) {
+        if let Some(store) = self.core.arbiter() {
+            let reached = self.ledger.reaches(store);
+            self.handle(source::Event::Arbiter(reached));
+        }
+    }
+
     /// Returns the time since the destination was lost. None while it is connected.
     pub(crate) fn lost_for(&self) -> Option<Duration> {
         let now = self.began.elapsed();
@@ -264,6 +308,9 @@ pub(crate) async fn time_source<O: SourceOwner>(owner: &mut O) {
 pub(crate) async fn drive_source<O: SourceOwner>(owner: &mut O) {
     use source::{Action, Event};
     while let Some(action) = owner.handover().core.poll_action() {
+        if action == Action::AskRelease {
+            owner.handover().look_for_arbiter();
+        }
         let ledger = &mut owner.handover().ledger;
         let event = match action {
             Action::Write(record) => Some(match ledger.append(&record) {
@@ -383,11 +430,22 @@ pub(crate) async fn drive_destination<O: DestinationOwner>(owner: &mut O) {
                 true => Event::Noted(note),
                 false => Event::NoteFailed(note),
             }),
+            Action::CheckArbiter(store) => Some(Event::Arbiter(ledger.reaches(store))),
+            Action::Claim(store) => Some(Event::Claimed(ledger.claim_in_time(store).await)),
             action => owner.act(action).await,
         };
         if let Some(event) = event {
             owner.handover().handle(event);
         }
+    }
+}
+
+/// Returns the arbiter's answer as the core takes it.
+pub(crate) fn claimed(answer: &Answer) -> Claimed {
+    match answer {
+        Answer::Granted => Claimed::Granted,
+        Answer::Denied(..) => Claimed::Denied,
+        Answer::None(_) => Claimed::Unanswered,
     }
 }
 

@@ -71,6 +71,8 @@ named! { Record in RECORDS by record_name:
     Incomplete "incomplete" [],
     // Written only by an operator's decision.
     GaveUp "gave-up" [Destination],
+    // It uses the points of the record that it extends.
+    ReleasedToArbiter "released" [],
 }
 
 named! { ToDestination in TO_DESTINATION by to_destination_name:
@@ -98,6 +100,9 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     // No guest of the crash matrix has a card.
     HeldFrames "held-frames" [],
     Flows "flows" [],
+    // The crash matrix has no arbiter.
+    Arbiter "arbiter" [],
+    CommitWithLease "commit" [],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:
@@ -122,6 +127,7 @@ named! { ToSource in TO_SOURCE by to_source_name:
     WantContent "want-content" [Destination],
     // It uses the point of the message that it extends.
     AnswerLacking "answer" [],
+    Arbiter "arbiter" [],
 }
 
 impl Named for ToDestination {

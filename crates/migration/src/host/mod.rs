@@ -1,5 +1,6 @@
 //! The agent's resources on its host: configuration, state, indexes and hooks.
 
+pub(crate) mod arbiter;
 pub mod atomic_file;
 pub(crate) mod base_image_orders;
 pub mod base_images;

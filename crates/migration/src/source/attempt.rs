@@ -33,10 +33,10 @@ use crate::source::qemu::{SourceQemu, Stopped};
 use crate::source::retained_qemu::RetainedQemu;
 use crate::source::sender::{Line, SendError, Sending};
 use crate::source::verify::{Comparison, Next};
-use crate::status::failure;
 use crate::status::in_doubt::record_of;
 use crate::status::migration::Entry;
 use crate::status::registry::Reservation;
+use crate::status::{failure, in_doubt};
 use longhaul_api::{ApiError, HandoverRecord, Outcome, Phase, Resolve};
 use longhaul_attempt::source::{Event as CoreEvent, FromDestination};
 use longhaul_engine::handover::{SourceState, Terms};
@@ -632,6 +632,9 @@ impl SourceAttempt {
             let doubt = Holder::InDoubt(self.task.host.clone());
             let reason = failure::not_here(guest, &doubt);
             self.entry().end(Outcome::InDoubt, Some(reason));
+            if self.task.handover.core.released_to().is_some() {
+                self.entry().arbiter(&in_doubt::arbiter_is_asked());
+            }
         }
     }
 

@@ -1,6 +1,7 @@
 //! The source side of a migration: planning, preparing, and attempts until the guest has left.
 
 pub(crate) mod acks;
+pub(crate) mod arbiter;
 pub(crate) mod attempt;
 pub(crate) mod blockers;
 pub(crate) mod candidate;

@@ -2,6 +2,7 @@
 
 use crate::context::Context;
 use crate::source::Source;
+use crate::source::arbiter;
 use crate::source::candidate::{Candidate, candidate};
 use crate::source::checks::{self, Examined, Reason};
 use crate::source::companion::About;
@@ -95,6 +96,9 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
         measure_link(context, &mut plan).await;
     }
     plan.checks.extend(early_release(&plan));
+    let required = request.require_arbiter;
+    plan.checks
+        .extend(arbiter::check(context, &request.guest, required));
     let rtt = plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3));
     let rate = plan.rate_bps.map(|rate| rate as f64 / 8.0);
     known.limit(rate, plan.asked.bandwidth_bps, rtt.unwrap_or_default());

@@ -8,6 +8,7 @@ use crate::host::task;
 use crate::limits::bandwidth::Share;
 use crate::limits::shared_dedup::Gang;
 use crate::source::Source;
+use crate::source::arbiter::{Agreed, agree};
 use crate::source::attempt::{SourceAttempt, Task};
 use crate::source::candidate::{Candidate, candidate};
 use crate::source::checks::{self, Examined};
@@ -205,6 +206,14 @@ impl Preparing {
         };
         let asking = (query, &*disks, &known);
         let lacking = self.ask(&control, asking, &mut held).await?;
+        let required = self.request.require_arbiter;
+        let version = control.peer().version;
+        let of = (guest.name(), *generation);
+        let Agreed {
+            store: arbiter,
+            note,
+        } = agree(&self.source, of, version, required).await?;
+        self.entry.report_with(|report| report.arbiter = note);
         self.unless_cancelled(companions.prepare(guest)).await??;
         let mut outbound = SourceQemu::attach(guests.clone(), guest.clone(), lease)
             .await
@@ -298,6 +307,7 @@ impl Preparing {
             attempt: offer.attempt,
             generation: offer.generation,
             early: offer.early_release,
+            arbiter: None,
         };
         let ledger = Ledger::new(
             self.source.context.clone(),
@@ -319,6 +329,8 @@ impl Preparing {
                 launch_within: disks.is_empty().then_some(OFFER_WITHIN),
                 verify: offer.verify,
                 drains: disks.iter().any(may_be_left),
+                arbiter,
+                requires_arbiter: required,
             },
             Duration::ZERO,
         );

@@ -11,8 +11,9 @@ use crate::disks::exports;
 use crate::disks::left_images;
 use crate::handover::attempt_record::{AttemptRecord, is_stale, of_attempt, stale};
 use crate::handover::ledger::{
-    Ledger, SourceHandover, SourceOwner, drive_source, tell_source, time_source, until,
+    Ledger, SourceHandover, SourceOwner, claimed, drive_source, tell_source, time_source, until,
 };
+use crate::host::arbiter::Answer;
 use crate::host::right::Holder;
 use crate::source::Source;
 use crate::source::acks::Acknowledging;
@@ -27,13 +28,13 @@ use crate::status::registry::{Reservation, Taken};
 use crate::status::{failure, in_doubt};
 use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
 use longhaul_attempt::Source as Core;
-use longhaul_attempt::source::{Action, Cause, Config, DialError, Event, FromDestination};
+use longhaul_attempt::source::{Action, Cause, Claimed, Config, DialError, Event, FromDestination};
 use longhaul_engine::handover::{SourceState, Terms};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::manager::Stays;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_protocol::message::{ToDestination, ToSource};
-use longhaul_protocol::{Epoch, MigrationId};
+use longhaul_protocol::{Epoch, MigrationId, StoreId};
 use longhaul_storage::Journal;
 use std::io;
 use std::sync::Arc;
@@ -142,6 +143,7 @@ impl SourceOwner for RecoveredSource {
                 let error = failure::peer_gave_up(host, &reason);
                 self.reason.get_or_insert(error);
             }
+            Action::Claim(store) => return Some(self.claim(store).await),
             // Without its task, no hook is asked about a release.
             Action::AskRelease => return Some(Event::MayRelease(Ok(()))),
             Action::Finish => self.ends = Some(End::BothClosed),
@@ -158,6 +160,29 @@ impl SourceOwner for RecoveredSource {
 }
 
 impl RecoveredSource {
+    /// Asks the arbiter for the guest, whose destination is gone. Without its memory the guest
+    /// cannot go on here, and the arbiter is not asked.
+    async fn claim(&mut self, store: StoreId) -> Event {
+        let ledger = &self.handover.ledger;
+        match ledger.context.parts.guests.find(&ledger.guest) {
+            Ok(Some(_)) => {}
+            Ok(None) => return Event::Claimed(Claimed::Unanswered),
+            Err(error) => {
+                tracing::error!(guest = ledger.guest, %error, "cannot look for it");
+                return Event::Claimed(Claimed::Unanswered);
+            }
+        }
+        let answer = ledger.claim(store).await;
+        if let Some(entry) = &self.entry {
+            entry.arbiter(&in_doubt::arbiter(&ledger.host, &answer));
+        }
+        if answer == Answer::Granted {
+            let reason = failure::by_arbiter(&ledger.guest, &ledger.host);
+            self.reason.get_or_insert(reason);
+        }
+        Event::Claimed(claimed(&answer))
+    }
+
     /// Restores an attempt of an earlier agent. The first actions of its core are complete when
     /// this returns.
     pub(crate) async fn take_up(source: &Arc<Source>, left: AttemptRecord) -> Self {
@@ -560,6 +585,9 @@ impl RecoveredSource {
         let ledger = &self.handover.ledger;
         if state.in_doubt() {
             entry.in_doubt(HandoverRecord::Released, ledger.terms.next());
+            if self.handover.core.released_to().is_some() {
+                entry.arbiter_unless_known(&in_doubt::arbiter_is_asked());
+            }
             if entry.outcome().is_none() {
                 let doubt = Holder::InDoubt(ledger.host.clone());
                 entry.end(
@@ -659,6 +687,8 @@ fn config(terms: Terms, drains: bool) -> Config {
         launch_within: None,
         verify: false,
         drains,
+        arbiter: None,
+        requires_arbiter: false,
     }
 }
 
@@ -680,7 +710,7 @@ fn first_epoch() -> Epoch {
 
 fn phase(state: &SourceState) -> Phase {
     match state {
-        SourceState::Released | SourceState::Overruling { .. } => Phase::HandingOver,
+        SourceState::Released { .. } | SourceState::Overruling { .. } => Phase::HandingOver,
         SourceState::Done | SourceState::Finishing | SourceState::Retiring => Phase::Finishing,
         _ => Phase::Preparing,
     }

@@ -137,6 +137,26 @@ pub(crate) fn overruled(because: &str) -> ApiError {
     )
 }
 
+/// Returns the error for a guest that the arbiter gave back.
+pub(crate) fn by_arbiter(guest: &str, host: &str) -> ApiError {
+    ApiError::new(
+        ErrorCode::PeerUnreachable,
+        format!("{host} does not answer, and the realm's arbiter has given {guest} back"),
+    )
+    .hint(format!(
+        "{host} hears of it when it is back: move {guest} again"
+    ))
+}
+
+/// Returns the error for a handover that has to have an arbiter.
+pub(crate) fn no_arbiter(why: &str) -> ApiError {
+    ApiError::new(
+        ErrorCode::Refused,
+        format!("the handover has no arbiter, and one is required: {why}"),
+    )
+    .hint("longhaul realm show says what is reached; or leave out --require-arbiter")
+}
+
 /// Returns the error for a guest whose right is not on this host.
 pub(crate) fn not_here(guest: &str, holder: &Holder) -> ApiError {
     match holder {

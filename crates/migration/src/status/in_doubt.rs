@@ -2,6 +2,7 @@
 //! ways out an operator has. This also covers a guest that runs at the destination and needs its
 //! source while the agents are disconnected.
 
+use crate::host::arbiter::Answer;
 use longhaul_api::{
     ApiError, BECAUSE_CHARS_MAX, Doubt, ErrorCode, HandoverRecord, Migration, OtherSide, Phase,
     Resolve, Side, WayOut,
@@ -19,13 +20,15 @@ pub(crate) struct Standing {
     pub(crate) heard_unix_ms: Option<u64>,
     /// When it was last asked, and why it did not answer.
     pub(crate) asked: Option<(u64, Option<String>)>,
+    /// What the arbiter has to do with it.
+    pub(crate) arbiter: Option<String>,
 }
 
 impl Standing {
     /// Returns the doubt as the API shows it.
     pub(crate) fn doubt(&self, migration: &Migration) -> Doubt {
         let words = Words::of(migration);
-        let (here, then, ways_out) = match (migration.side, self.record) {
+        let (here, mut then, ways_out) = match (migration.side, self.record) {
             (Side::Source, HandoverRecord::Done) => words.at_source_of_one_that_left(),
             (Side::Source, _) => words.at_source(),
             (Side::Destination, HandoverRecord::Committed) => {
@@ -33,6 +36,9 @@ impl Standing {
             }
             (Side::Destination, _) => words.at_destination(),
         };
+        if let Some(arbiter) = &self.arbiter {
+            then = format!("{then}; {arbiter}");
+        }
         Doubt {
             since_unix_ms: self.since_unix_ms,
             record: self.record,
@@ -47,6 +53,22 @@ impl Standing {
             then,
             ways_out,
         }
+    }
+}
+
+/// Returns that the arbiter may end a doubt at the source.
+pub(crate) fn arbiter_is_asked() -> String {
+    "meanwhile the realm's arbiter is asked".to_owned()
+}
+
+/// Returns what the arbiter's answer means at the source.
+pub(crate) fn arbiter(other: &str, answer: &Answer) -> String {
+    match answer {
+        Answer::Granted => "the realm's arbiter has given the guest back".to_owned(),
+        Answer::Denied(..) => format!(
+            "the realm's arbiter has given the lease away, so {other} may have taken the guest"
+        ),
+        Answer::None(why) => format!("the realm's arbiter is asked again: {why}"),
     }
 }
 
@@ -392,6 +414,7 @@ mod tests {
             other_record,
             heard_unix_ms: None,
             asked: None,
+            arbiter: None,
         };
         migration.doubt = Some(standing.doubt(&migration));
         migration
@@ -489,6 +512,36 @@ mod tests {
                     "{way:?}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn a_doubt_says_what_the_arbiter_has_answered() {
+        let migration = migration(Side::Source, None);
+        let holder = longhaul_protocol::HostId([7; 32]);
+        let next = longhaul_protocol::Generation(5);
+        for (answer, text) in [
+            (Answer::Granted, "has given the guest back"),
+            (
+                Answer::Denied(next, holder),
+                "paris-2 may have taken the guest",
+            ),
+            (
+                Answer::None("it is not reached".to_owned()),
+                "asked again: it is not reached",
+            ),
+        ] {
+            let standing = Standing {
+                record: HandoverRecord::Released,
+                generation: 5,
+                since_unix_ms: 2,
+                other_record: None,
+                heard_unix_ms: None,
+                asked: None,
+                arbiter: Some(arbiter("paris-2", &answer)),
+            };
+            let then = standing.doubt(&migration).then;
+            assert!(then.contains(text), "{then}");
         }
     }
 

@@ -112,6 +112,7 @@ impl Entry {
             memory_bytes: None,
             disk_bytes: None,
             repository_bytes: None,
+            arbiter: None,
             disks: Vec::new(),
             bytes: BytesByKind::default(),
             total_ms: None,
@@ -359,6 +360,7 @@ impl Entry {
             other_record: None,
             heard_unix_ms: None,
             asked: None,
+            arbiter: None,
         });
         standing.record = record;
         drop(state);
@@ -382,6 +384,21 @@ impl Entry {
             standing.asked = Some((unix_ms(), Some(why.to_owned())));
         }
         self.changed();
+    }
+
+    /// Shows what the arbiter has to do with the doubt.
+    pub(crate) fn arbiter(&self, text: &str) {
+        if let Some(standing) = &mut self.lock().standing {
+            standing.arbiter = Some(text.to_owned());
+        }
+        self.changed();
+    }
+
+    /// Shows the same, unless something is shown already.
+    pub(crate) fn arbiter_unless_known(&self, text: &str) {
+        if let Some(standing) = &mut self.lock().standing {
+            standing.arbiter.get_or_insert_with(|| text.to_owned());
+        }
     }
 
     /// Ends the doubt.

@@ -1,5 +1,5 @@
 use super::*;
-use longhaul_protocol::{Attempt, Generation};
+use longhaul_protocol::{Attempt, Generation, StoreId};
 use std::fs;
 
 const ID: MigrationId = MigrationId([1, 2, 3, 4, 5, 6, 7, 8]);
@@ -247,6 +247,21 @@ fn the_bytes_are_those_of_the_documentation() {
     let page = include_str!("../../../../docs/journal.md");
     let rows = rows.join("\n");
     assert!(page.contains(&rows), "docs/journal.md lacks\n{rows}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let mut journal = open(folder.path()).unwrap();
+    let released = Record::ReleasedToArbiter {
+        attempt: Attempt(1),
+        generation: Generation(7),
+        store: StoreId([6; 16]),
+    };
+    journal.append_at(TIME, &released).unwrap();
+    let payload = [&[13, 1, 7][..], &[6; 16]].concat();
+    let bytes = fs::read(journal.path()).unwrap();
+    assert_eq!(bytes, [&MAGIC[..], &frame(8, &payload)].concat());
+    let hex: Vec<String> = payload.iter().map(|byte| format!("{byte:02x}")).collect();
+    let row = format!("\n{}\n", hex.join(" "));
+    assert!(page.contains(&row), "docs/journal.md lacks {row}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use super::figure;
 use crate::cli::journal::{Beginning, End, Journal, Journals, MayRun};
 use crate::cli::paint::{Line, Tone, head, table};
-use longhaul_engine::handover::{Record, Side};
+use longhaul_engine::handover::{BY_ARBITER, Record, Side};
 use longhaul_protocol::Generation;
 
 /// A record in words.
@@ -51,6 +51,14 @@ pub(crate) fn words(record: &Record, attempt: Option<&Beginning>) -> Words {
             generation,
             format!("the guest is not resumed here any more unless {other} has ABORTED"),
         ),
+        Record::ReleasedToArbiter { generation, .. } => of(
+            "RELEASED-TO-ARBITER",
+            generation,
+            format!(
+                "the guest is not resumed here any more unless {other} has ABORTED, or the arbiter \
+                 gives this host the lease that {other} needs"
+            ),
+        ),
         Record::Committed { generation, .. } => of(
             "COMMITTED",
             generation,
@@ -77,7 +85,11 @@ pub(crate) fn words(record: &Record, attempt: Option<&Beginning>) -> Words {
         } => {
             let here = attempt.is_some_and(|attempt| attempt.side == *run_on);
             let host = if here { "this host" } else { other };
-            let text = format!("an operator has decided that {host} runs the guest ({because})");
+            let who = match because == BY_ARBITER {
+                true => "the arbiter",
+                false => "an operator",
+            };
+            let text = format!("{who} has decided that {host} runs the guest ({because})");
             of("OVERRULED", generation, text)
         }
         Record::Closed { .. } => plain("CLOSED", "nothing more is to be done here".to_owned()),
@@ -120,7 +132,7 @@ pub(crate) fn may_run(record: &Record, side: Side) -> Option<MayRun> {
         | Record::Closed { .. }
         | Record::Peer { .. }
         | Record::Incomplete { .. } => None,
-        Record::Released { .. } => Some(MayRun::InDoubt),
+        Record::Released { .. } | Record::ReleasedToArbiter { .. } => Some(MayRun::InDoubt),
         Record::Committed { .. } => Some(MayRun::Here),
         Record::Done { .. } => Some(MayRun::There),
         Record::Aborted { .. } => Some(of(Side::Source)),

@@ -215,6 +215,9 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
         let text = format!("{} read by {from} from its repository", show_bytes(read));
         line("base images", text);
     }
+    if let Some(arbiter) = &report.arbiter {
+        line("arbiter", arbiter.clone());
+    }
     if let Some(stop) = &report.stop {
         line("stop", self::stop(stop, report.asked.downtime_ms));
     }

@@ -294,6 +294,7 @@ pub(crate) fn report() -> Report {
         memory_bytes: Some(571 * MIB),
         disk_bytes: Some(212 * MIB),
         repository_bytes: Some(412 * MIB),
+        arbiter: None,
         disks: vec![DiskReport {
             name: "vda".into(),
             strategy: DiskChoice::Precopy,

@@ -282,8 +282,13 @@ impl DestinationOwner for DestinationAttempt {
                 self.finished = true;
                 None
             }
-            // The first two concern an owner that fetches. The ledger carries out the other two.
-            Action::SendMissing | Action::FillMissing | Action::Write(_) | Action::Note(_) => None,
+            // The first two concern an owner that fetches. The ledger carries out the others.
+            Action::SendMissing
+            | Action::FillMissing
+            | Action::CheckArbiter(_)
+            | Action::Claim(_)
+            | Action::Write(_)
+            | Action::Note(_) => None,
         }
     }
 }

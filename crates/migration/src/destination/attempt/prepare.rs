@@ -273,6 +273,7 @@ fn handover(
         attempt: offer.attempt,
         generation: offer.generation,
         early: offer.early_release,
+        arbiter: None,
     };
     let ledger = Ledger::new(
         context.context.clone(),

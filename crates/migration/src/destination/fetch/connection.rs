@@ -147,6 +147,8 @@ impl DestinationOwner for Fetch {
             Action::Quit
             | Action::Fetch
             | Action::SendAccepted
+            | Action::CheckArbiter(_)
+            | Action::Claim(_)
             | Action::Load
             | Action::AskReady
             | Action::ShowDoubt

@@ -1,14 +1,16 @@
 //! Carries out the actions that the core of the source's end decides.
 
 use crate::handover::attempt_record::{is_stale, of_attempt, stale};
-use crate::handover::ledger::{SourceHandover, SourceOwner, tell_source};
+use crate::handover::ledger::{SourceHandover, SourceOwner, claimed, tell_source};
+use crate::host::arbiter::Answer;
 use crate::source::attempt::{SUMMARY_WITHIN, SourceAttempt, Task};
 use crate::source::connect::{Attempted, Dial, next_message};
 use crate::source::verify::Comparison;
 use crate::status::{failure, in_doubt};
 use longhaul_api::{ApiError, Phase, Resolve};
-use longhaul_attempt::source::{Action, Cause, Event};
+use longhaul_attempt::source::{Action, Cause, Claimed, Event};
 use longhaul_engine::handover::SourceState;
+use longhaul_protocol::StoreId;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::wire::{VERSION_OF_FLOWS, VERSION_OF_HELD_FRAMES};
 use tokio::time::Instant;
@@ -35,6 +37,7 @@ impl SourceAttempt {
             Cause::LinkCut { silent, stopped } => failure::link_cut(host, silent, stopped),
             Cause::Protocol(what) => failure::protocol(host, &what),
             Cause::NotLaunched => self.not_launched(),
+            Cause::NoArbiter => failure::no_arbiter("it is not reached from both hosts any more"),
             Cause::Dial(_) | Cause::Told(_) | Cause::Refused(_) | Cause::Restarted => {
                 let internal = || failure::internal("the attempt was given up");
                 failing.unwrap_or_else(internal)
@@ -71,6 +74,7 @@ impl SourceAttempt {
         if let Err(error) = allowed {
             return self.fail(error).await;
         }
+        self.task.handover.look_for_arbiter();
         self.tell(Event::Stopped).await;
         self.announce().await;
     }
@@ -129,11 +133,15 @@ impl SourceOwner for SourceAttempt {
             }
             Action::Hangup => self.hang_up(),
             Action::Send(message) => {
-                let commits = matches!(message, ToDestination::Commit { .. });
+                let commits = matches!(
+                    message,
+                    ToDestination::Commit { .. } | ToDestination::CommitWithLease { .. }
+                );
                 if commits && let Some(lost) = self.send_flows() {
                     return Some(lost);
                 }
                 self.passes_on |= commits;
+                self.note_arbiter(&message);
                 return self.post(message).or_else(|| self.send_held());
             }
             Action::SendBlocks => return self.send_blocks(),
@@ -169,6 +177,7 @@ impl SourceOwner for SourceAttempt {
             }
             Action::Because(cause) => self.because(cause),
             Action::ShowDoubt => self.show_doubt(),
+            Action::Claim(store) => return Some(self.claim(store).await),
             Action::Finish => self.closed = true,
             // The ledger carries these out.
             Action::Write(_) | Action::Note(_) => {}
@@ -178,6 +187,35 @@ impl SourceOwner for SourceAttempt {
 }
 
 impl SourceAttempt {
+    /// Asks the arbiter for the guest, whose destination is gone.
+    async fn claim(&mut self, store: StoreId) -> Event {
+        if self.task.outbound.is_gone() {
+            // Without its memory the guest cannot go on here.
+            return Event::Claimed(Claimed::Unanswered);
+        }
+        let answer = self.task.handover.ledger.claim(store).await;
+        let host = &self.task.host;
+        self.entry().arbiter(&in_doubt::arbiter(host, &answer));
+        if answer == Answer::Granted {
+            let guest = &self.task.offer.guest.name;
+            self.failure.get_or_insert(failure::by_arbiter(guest, host));
+        }
+        Event::Claimed(claimed(&answer))
+    }
+
+    /// Reports whether the guest is released to the arbiter.
+    fn note_arbiter(&self, message: &ToDestination) {
+        let released = match message {
+            ToDestination::Commit { .. } => "not used: not reached when the guest was stopped",
+            ToDestination::CommitWithLease { .. } => "the destination needed its lease",
+            _ => return,
+        };
+        if self.task.handover.core.arbiter().is_some() {
+            self.entry()
+                .report_with(|report| report.arbiter = Some(released.to_owned()));
+        }
+    }
+
     /// Begins to send blocks over a new bulk connection, after the messages that the destination
     /// needs before them.
     fn send_blocks(&mut self) -> Option<Event> {

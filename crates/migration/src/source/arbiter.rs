@@ -1,0 +1,88 @@
+//! Whether a handover has an arbiter: the plan's check, and the agreement before the offer.
+
+use crate::context::Context;
+use crate::host::arbiter::{self, Answer};
+use crate::status::failure;
+use longhaul_api::{ApiError, Check};
+use longhaul_protocol::wire::VERSION_OF_ARBITERS;
+use longhaul_protocol::{Generation, StoreId};
+
+/// What a handover has an arbiter for.
+pub(crate) struct Agreed {
+    /// The arbiter's store, if this host reaches it.
+    pub(crate) store: Option<StoreId>,
+    /// Why the handover has none although the realm has; or that it has one.
+    pub(crate) note: Option<String>,
+}
+
+/// Gets the lease of the guest's generation: so the arbiter is there, and the next generation is
+/// free. `version` is that of the destination's messages.
+pub(crate) async fn agree(
+    context: &Context,
+    (guest, generation): (&str, Generation),
+    version: u16,
+    required: bool,
+) -> Result<Agreed, ApiError> {
+    let store = match lease(context, (guest, generation), version).await {
+        Ok(store) => store,
+        Err(why) if required => return Err(failure::no_arbiter(&why)),
+        Err(why) => {
+            tracing::info!(guest, why, "the handover has no arbiter");
+            let store = None;
+            return Ok(Agreed {
+                store,
+                note: Some(format!("not used: {why}")),
+            });
+        }
+    };
+    if store.is_none() && required {
+        return Err(failure::no_arbiter("this host's realm names none"));
+    }
+    let note = store.map(|_| "it is asked in doubt".to_owned());
+    Ok(Agreed { store, note })
+}
+
+async fn lease(
+    context: &Context,
+    (guest, generation): (&str, Generation),
+    version: u16,
+) -> Result<Option<StoreId>, String> {
+    let networks = &context.parts.networks;
+    let Some(store) = arbiter::named(networks) else {
+        return Ok(None);
+    };
+    if version < VERSION_OF_ARBITERS {
+        return Err("the destination's version knows no arbiters".to_owned());
+    }
+    match arbiter::acquire(networks, store, guest, generation).await {
+        Answer::Granted => Ok(Some(store)),
+        Answer::Denied(latest, holder) => Err(format!(
+            "the arbiter gave generation {} of {guest} to {holder} before",
+            latest.0
+        )),
+        Answer::None(why) => Err(why),
+    }
+}
+
+/// Returns the plan's check, if the realm names an arbiter or one is required.
+pub(crate) fn check(context: &Context, guest: &str, required: bool) -> Option<Check> {
+    let networks = &context.parts.networks;
+    let without = "leave out --require-arbiter: doubt is then ended by an operator";
+    let Some(store) = arbiter::named(networks) else {
+        let text = "this host's realm names no arbiter";
+        return required.then(|| Check::refuse("arbiter", text, without));
+    };
+    if arbiter::is_reached(networks, store) {
+        let text = format!(
+            "the realm's arbiter is reached: if the destination is lost in the handover, {guest} \
+             continues here; the destination asks it while {guest} is stopped"
+        );
+        return Some(Check::ok("arbiter", text));
+    }
+    let text = "the realm's arbiter is not reached: if the destination is lost in the handover, \
+                an operator has to decide";
+    Some(match required {
+        true => Check::refuse("arbiter", text, without),
+        false => Check::warn("arbiter", text, "longhaul realm show says why"),
+    })
+}
