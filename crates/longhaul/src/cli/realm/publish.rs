@@ -2,6 +2,8 @@
 
 use super::folder::{Folder, PlannedHost, hex};
 use crate::cli::error::CliError;
+use futures_util::future::join_all;
+use futures_util::stream::{FuturesUnordered, StreamExt};
 use longhaul_network::member::connect_server;
 use longhaul_realm::enrolment::Enrolment;
 use longhaul_realm::membership::Membership;
@@ -12,12 +14,16 @@ use longhaul_transport::{
     CloseCode, Endpoint, EndpointConfig, Identity, Received, RendezvousLink, RendezvousProtocol,
     TRUST_FILE, TrustStore,
 };
+use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout};
 
 /// How long a server may take to answer.
 const ANSWER: Duration = Duration::from_secs(15);
+/// How long the others may take to connect when one is connected: a server closes connections on
+/// which nothing is said.
+const OTHERS: Duration = Duration::from_secs(4);
 /// Messages that are read while one is waited for.
 const MESSAGES_MAX: usize = 16;
 
@@ -48,7 +54,8 @@ pub(super) struct Servers {
 }
 
 impl Servers {
-    /// Connects to all servers, at once.
+    /// Connects to all servers, at once. Those that do not answer delay the others by
+    /// [`OTHERS`] only.
     pub(super) async fn connect(
         folder: &Folder,
         servers: Vec<ServerEntry>,
@@ -67,40 +74,63 @@ impl Servers {
         let endpoint = bind((Ipv6Addr::UNSPECIFIED, 0).into())
             .or_else(|_| bind((Ipv4Addr::UNSPECIFIED, 0).into()))
             .map_err(|error| failed(error.to_string()))?;
-        let dials = servers.into_iter().map(|server| async {
-            let link = connect_server(&endpoint, &server, &protocol).await;
-            let link = link.map_err(|error| error.to_string());
-            Reached { server, link }
+        let mut left: BTreeMap<usize, ServerEntry> = servers.into_iter().enumerate().collect();
+        let dials = left.clone().into_iter().map(|(place, server)| {
+            let (endpoint, protocol) = (&endpoint, &protocol);
+            async move {
+                let link = connect_server(endpoint, &server, protocol).await;
+                (place, link.map_err(|error| error.to_string()))
+            }
         });
-        let reached = futures_util::future::join_all(dials).await;
+        let mut dials: FuturesUnordered<_> = dials.collect();
+        let mut reached = BTreeMap::new();
+        let mut end: Option<Instant> = None;
+        loop {
+            let over = async {
+                match end {
+                    Some(end) => sleep_until(end).await,
+                    None => std::future::pending().await,
+                }
+            };
+            let (place, link) = tokio::select! {
+                dialled = dials.next() => match dialled {
+                    Some(dialled) => dialled,
+                    None => break,
+                },
+                () = over => break,
+            };
+            if link.is_ok() {
+                end.get_or_insert_with(|| Instant::now() + OTHERS);
+            }
+            if let Some(server) = left.remove(&place) {
+                reached.insert(place, Reached { server, link });
+            }
+        }
+        drop(dials);
+        let late = left.into_iter().map(|(place, server)| {
+            let link = Err(format!("no answer within {} s", OTHERS.as_secs()));
+            (place, Reached { server, link })
+        });
+        reached.extend(late);
+        let reached = reached.into_values().collect();
         Ok(Self { endpoint, reached })
     }
 
     /// Gives a ruleset to all servers that are reached. Returns the answers; a server that does
     /// not give one is not reached any more.
     pub(super) async fn give(&mut self, ruleset: &SignedRuleset) -> Vec<(u64, Vec<Enrolment>)> {
-        let mut answers = Vec::new();
-        for reached in &mut self.reached {
-            let Ok(link) = &mut reached.link else {
-                continue;
-            };
+        let asked = self.reached.iter_mut().map(|reached| async move {
+            let link = reached.link.as_mut().ok()?;
             let answer = timeout(ANSWER, ask(link, ruleset)).await;
             let answer = answer.unwrap_or_else(|_| Err("it does not answer".to_owned()));
-            match answer {
-                Ok(answer) => {
-                    let verified = answer.ruleset.verify(ruleset.key.realm());
-                    match verified {
-                        Ok(verified) => {
-                            let version = verified.content().version;
-                            answers.push((version, answer.enrolments));
-                        }
-                        Err(error) => reached.link = Err(error.to_string()),
-                    }
-                }
-                Err(error) => reached.link = Err(error),
-            }
-        }
-        answers
+            let verified = answer.and_then(|answer| {
+                let verified = answer.ruleset.verify(ruleset.key.realm());
+                let verified = verified.map_err(|error| error.to_string())?;
+                Ok((verified.content().version, answer.enrolments))
+            });
+            verified.map_err(|error| reached.link = Err(error)).ok()
+        });
+        join_all(asked).await.into_iter().flatten().collect()
     }
 
     /// Ends the connections.
