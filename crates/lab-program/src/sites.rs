@@ -18,7 +18,6 @@ use crate::up::{self, Inhabitants};
 /// The uplink of the server and of the client.
 const BACKBONE_RATE_BPS: u64 = 1_000_000_000;
 const BACKBONE_RTT: Duration = Duration::from_millis(2);
-const GUEST: &str = network::GUEST_ADDRESS;
 
 /// Creates the laboratory and holds it until a signal requests the end. Its record is printed as
 /// one line of JSON when it is ready.
@@ -78,10 +77,11 @@ fn join(lab: &mut Lab, product: &Product) -> Result<Realm, LabError> {
 fn of_realm(lab: &Lab, realm: &Realm) -> Result<Vec<String>, LabError> {
     let operator = lab.internet()?.client().namespace().name().to_owned();
     let (network, folder) = (network::NETWORK, realm.folder().display());
+    let guest = network::GUEST_ADDRESS;
     Ok(vec![
         format!("realm lab: all hosts are members of network {network}; its operator:"),
         format!("  ip netns exec {operator} longhaul network list --folder {folder}"),
-        format!("clients in network {network}; the laboratory's guest has {GUEST}:"),
+        format!("clients in network {network}; the laboratory's guest has {guest}:"),
         format!("  ip netns exec {} COMMAND", lab.clients()?.name()),
     ])
 }

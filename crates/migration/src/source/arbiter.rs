@@ -74,13 +74,14 @@ pub(crate) fn check(context: &Context, guest: &str, required: bool) -> Option<Ch
     };
     if arbiter::is_reached(networks, store) {
         let text = format!(
-            "the realm's arbiter is reached: if the destination is lost in the handover, {guest} \
-             continues here; the destination asks it while {guest} is stopped"
+            "this host reaches the realm's arbiter: if the destination reaches it too, and is lost \
+             in the handover, {guest} continues here; the destination asks it while {guest} is \
+             stopped"
         );
         return Some(Check::ok("arbiter", text));
     }
-    let text = "the realm's arbiter is not reached: if the destination is lost in the handover, \
-                an operator has to decide";
+    let text = "this host does not reach the realm's arbiter: if the destination is lost in the \
+                handover, an operator has to decide";
     Some(match required {
         true => Check::refuse("arbiter", text, without),
         false => Check::warn("arbiter", text, "longhaul realm show says why"),
