@@ -44,12 +44,12 @@ struct Moved {
 }
 
 /// Returns ranges of pages, from pages in ascending order.
-fn ranges(pages: impl Iterator<Item = u64>) -> Vec<Range<u64>> {
-    let mut ranges: Vec<Range<u64>> = Vec::new();
+fn ranges(pages: impl Iterator<Item = u64>) -> Vec<BlockRange> {
+    let mut ranges: Vec<BlockRange> = Vec::new();
     for page in pages {
-        match ranges.last_mut().filter(|range| range.end == page) {
-            Some(range) => range.end += 1,
-            None => ranges.push(page..page + 1),
+        match ranges.last_mut().filter(|range| range.end() == page) {
+            Some(range) => range.count += 1,
+            None => ranges.push(BlockRange::new(page, 1)),
         }
     }
     ranges
@@ -192,7 +192,7 @@ impl Moved {
         let mut missing = BTreeSet::new();
         for of_block in arriving.missing_pages() {
             let block = self.places.iter().position(|at| *at == of_block.block);
-            let pages = of_block.pages.into_iter().flatten();
+            let pages = of_block.pages.iter().flat_map(BlockRange::blocks);
             missing.extend(pages.map(|page| (block.unwrap(), page)));
         }
         Self {
@@ -261,7 +261,7 @@ async fn a_guest_runs_on_the_pages_that_it_asks_for() {
             let mut moved = Moved::start(&source, &spec, 1500..6000).await;
             moved.loaded().await;
             moved.destination.qmp.query("cont").await.unwrap();
-            // The socket breaks while the guest waits for a page, and again.
+            // The socket breaks while the guest still asks for pages, and again.
             moved.serve_for(Duration::from_millis(20)).await;
             let before = moved.faults;
             assert!((1..3000).contains(&before), "{before} faults");

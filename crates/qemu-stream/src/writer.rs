@@ -3,7 +3,7 @@
 use crate::format::{DISCARD_VERSION, DISCARDS_MAX, MAGIC, VERSION};
 use crate::format::{PAGE_SIZE, Page, RAM, RAM_VERSION, command, flag, mark};
 use crate::parser::{Prelude, RamBlock};
-use std::ops::Range;
+use longhaul_protocol::BlockRange;
 
 /// Appends a stream's parts to a buffer.
 ///
@@ -92,11 +92,17 @@ impl Writer {
     }
 
     /// Names pages of a block that the destination does not have, before
-    /// [`Self::postcopy_package`]. Returns `false` when there is no such block.
-    pub fn postcopy_discard(&self, block: usize, pages: &[Range<u64>], out: &mut Vec<u8>) -> bool {
+    /// [`Self::postcopy_package`]. Returns `false` when there are no such pages.
+    pub fn postcopy_discard(&self, block: usize, pages: &[BlockRange], out: &mut Vec<u8>) -> bool {
         let Some(ram) = self.blocks.get(block) else {
             return false;
         };
+        if pages
+            .iter()
+            .any(|range| range.count == 0 || range.end() > ram.pages())
+        {
+            return false;
+        }
         for some in pages.chunks(DISCARDS_MAX) {
             let mut body = vec![DISCARD_VERSION];
             name(&ram.name, &mut body);
@@ -104,7 +110,7 @@ impl Writer {
             for range in some {
                 let bytes = |pages: u64| pages * PAGE_SIZE as u64;
                 body.extend(bytes(range.start).to_be_bytes());
-                body.extend(bytes(range.end - range.start).to_be_bytes());
+                body.extend(bytes(range.count).to_be_bytes());
             }
             command(command::POSTCOPY_RAM_DISCARD, &body, out);
         }
@@ -227,13 +233,18 @@ mod tests {
 
     #[test]
     fn discarded_pages_are_listed_by_twelve() {
-        let pages: Vec<Range<u64>> = (0..13).map(|at| at * 3..at * 3 + 2).collect();
+        let pages: Vec<BlockRange> = (0..13).map(|at| BlockRange::new(at * 3, 2)).collect();
         let mut out = Vec::new();
         assert!(writer().postcopy_discard(0, &pages, &mut out));
         let head = |bytes: u8| [&[8, 0, 6, 0, bytes, 0, 6][..], b"pc.ram\0"].concat();
         let range = |at: u64| [(at * 3 * 4096).to_be_bytes(), 8192_u64.to_be_bytes()].concat();
         let first: Vec<u8> = (0..12).flat_map(range).collect();
         let expected = [head(9 + 12 * 16), first, head(9 + 16), range(12)].concat();
+        assert_eq!(out, expected);
+        for wrong in [(99, 2), (100, 1), (5, 0), (1, u64::MAX)] {
+            let wrong = [BlockRange::new(wrong.0, wrong.1)];
+            assert!(!writer().postcopy_discard(0, &wrong, &mut out), "{wrong:?}");
+        }
         assert_eq!(out, expected);
     }
 }

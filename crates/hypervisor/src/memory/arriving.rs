@@ -33,7 +33,7 @@ pub struct Missing {
     /// The place of the block in the prelude's list.
     pub block: usize,
     /// The pages, in ascending order, without overlap.
-    pub pages: Vec<Range<u64>>,
+    pub pages: Vec<BlockRange>,
 }
 
 /// Pages that the guest waits for.
@@ -113,7 +113,7 @@ impl Arriving {
             let states = blocks.get_mut(missing.block).map(|block| &mut block.states);
             let Some(states) = states else { continue };
             for range in &missing.pages {
-                let range = range.start as usize..range.end as usize;
+                let range = range.start as usize..range.end() as usize;
                 if let Some(states) = states.get_mut(range) {
                     count += states.len() as u64;
                     states.fill(State::Missing);
@@ -195,12 +195,12 @@ impl Arriving {
     /// Returns the missing pages that were not given yet.
     pub fn missing_pages(&self) -> Vec<Missing> {
         let of_block = |(block, known): (usize, &Block)| {
-            let mut pages: Vec<Range<u64>> = Vec::new();
+            let mut pages: Vec<BlockRange> = Vec::new();
             let missing = known.states.iter().zip(0..);
             for (_, page) in missing.filter(|(state, _)| **state == State::Missing) {
-                match pages.last_mut().filter(|range| range.end == page) {
-                    Some(range) => range.end += 1,
-                    None => pages.push(page..page + 1),
+                match pages.last_mut().filter(|range| range.end() == page) {
+                    Some(range) => range.count += 1,
+                    None => pages.push(BlockRange::new(page, 1)),
                 }
             }
             (!pages.is_empty()).then_some(Missing { block, pages })

@@ -208,12 +208,15 @@ impl Incoming {
         tail: &[u8],
         missing: &[Missing],
     ) -> Result<Arriving, IncomingError> {
+        if missing.iter().all(|missing| missing.pages.is_empty()) {
+            return Err(IncomingError::Content("no page of it is missing"));
+        }
         let (kept, devices) = self.parts(tail)?;
         let mut out = kept.to_vec();
         let writer = Writer::new(&self.prelude);
         for missing in missing {
             if !writer.postcopy_discard(missing.block, &missing.pages, &mut out) {
-                return Err(IncomingError::Content("it has no such RAM block"));
+                return Err(IncomingError::Content("it has no such pages of RAM"));
             }
         }
         Writer::postcopy_package(devices, &mut out);
