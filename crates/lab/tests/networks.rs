@@ -13,7 +13,7 @@ use common::{LIMIT, boot, tiny};
 use longhaul_lab::agent::Agent;
 use longhaul_lab::arena::{Arena, Workload};
 use longhaul_lab::clients::{Client, Loop, download, session};
-use longhaul_lab::guest::{CHANNEL_NAME, Chipset, KernelFiles, network};
+use longhaul_lab::guest::{CHANNEL_NAME, Chipset, KernelFiles, Tiny, network};
 use longhaul_lab::installed;
 use longhaul_lab::internet::{SitePlan, SitesPlan};
 use longhaul_lab::lab::Lab;
@@ -105,6 +105,24 @@ impl World {
         self.product.agent(host).unwrap()
     }
 
+    /// Boots a guest on the first host. Its arena is heard on the first two.
+    fn boot(&self, guest: &Tiny) -> Arena {
+        let arena = Arena::new();
+        for host in 0..2 {
+            let host = self.lab.host(host).unwrap();
+            let socket = channel_socket(host, &guest.name, CHANNEL_NAME);
+            arena.attach(&socket).unwrap();
+        }
+        let start = || {
+            let described = guest.description();
+            let started = self.product.start_guest(&self.lab, 0, &described);
+            started.unwrap();
+        };
+        let end = || self.product.stop_guest(0, &guest.name).unwrap();
+        boot(&arena, start, end);
+        arena
+    }
+
     fn agents(&self) -> Vec<&Agent> {
         let hosts = 0..self.lab.hosts().len();
         hosts.map(|host| self.agent(host)).collect()
@@ -159,19 +177,7 @@ fn a_guest_moves_between_hosts_behind_nats_and_its_connections_go_on() {
 
     let mut guest = tiny("served", Chipset::Q35, QEMU, 1);
     guest.serves_clients = true;
-    let arena = Arena::new();
-    for host in 0..2 {
-        let host = world.lab.host(host).unwrap();
-        let socket = channel_socket(host, &guest.name, CHANNEL_NAME);
-        arena.attach(&socket).unwrap();
-    }
-    let start = || {
-        let described = guest.description();
-        let started = world.product.start_guest(&world.lab, 0, &described);
-        started.unwrap();
-    };
-    let end = || world.product.stop_guest(0, &guest.name).unwrap();
-    boot(&arena, start, end);
+    let arena = world.boot(&guest);
     let workload = Workload {
         content: "mix".to_owned(),
         arena_bytes: 32 << 20,
@@ -365,19 +371,7 @@ fn a_guest_that_moved_leaves_by_the_near_gateway_and_its_connections_by_the_old_
     let mut guest = tiny("calls", Chipset::Q35, QEMU, 1);
     guest.serves_clients = true;
     guest.calls = Some(format!("10.78.0.1,{server}"));
-    let arena = Arena::new();
-    for host in 0..2 {
-        let host = world.lab.host(host).unwrap();
-        let socket = channel_socket(host, &guest.name, CHANNEL_NAME);
-        arena.attach(&socket).unwrap();
-    }
-    let start = || {
-        let described = guest.description();
-        let started = world.product.start_guest(&world.lab, 0, &described);
-        started.unwrap();
-    };
-    let end = || world.product.stop_guest(0, &guest.name).unwrap();
-    boot(&arena, start, end);
+    let _arena = world.boot(&guest);
     let calls = |it: &Called| it.words > 20 && it.once.len() > 1 && it.datagrams.len() > 20;
     seen(&calls, "the guest does not get out");
     {

@@ -36,6 +36,12 @@ fn source(strategy: Strategy, blocks: u64) -> Source {
     let wish = Wish::downtime(MS * 300);
     let mut source = Source::new(Strategy::PRECOPY, &[spec(MEMORY, 256)], wish, MS).unwrap();
     source.add(&spec(DISK, blocks), strategy).unwrap();
+    begin(&mut source);
+    source
+}
+
+/// Reads the first pass, on a link that is known.
+fn begin(source: &mut Source) {
     source.link(Link {
         rate_bytes_per_s: 1e7,
         rtt: MS,
@@ -44,7 +50,6 @@ fn source(strategy: Strategy, blocks: u64) -> Source {
     source.pass_started(Duration::ZERO, true);
     source.unseen(Some(Unseen::default()));
     source.pass_read();
-    source
 }
 
 /// Takes a frame whose content is new each time.

@@ -1,25 +1,17 @@
 //! Tests memory that is left for after the switchover.
 
-use super::{MEMORY, MS, acknowledge, settle, spec, take};
+use super::{MEMORY, MS, acknowledge, begin, settle, spec, take};
 use longhaul_engine::remaining::Remaining;
-use longhaul_engine::source::{Advice, Link, Source, Unseen};
+use longhaul_engine::source::{Advice, Source};
 use longhaul_engine::stop::{StopReason, Wish};
 use longhaul_engine::strategy::Strategy;
 use longhaul_protocol::BlockRange;
-use std::time::Duration;
 
 /// Memory of 640 blocks, in the first pass.
 fn memory(strategy: Strategy) -> Source {
     let wish = Wish::downtime(MS * 300);
     let mut source = Source::new(strategy, &[spec(MEMORY, 640)], wish, MS).unwrap();
-    source.link(Link {
-        rate_bytes_per_s: 1e7,
-        rtt: MS,
-        queued_bytes: 0,
-    });
-    source.pass_started(Duration::ZERO, true);
-    source.unseen(Some(Unseen::default()));
-    source.pass_read();
+    begin(&mut source);
     source
 }
 
