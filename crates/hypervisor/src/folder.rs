@@ -29,6 +29,8 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 /// The number of bytes at the end of QEMU's log that are read for display.
 const LOG_TAIL_BYTES: u64 = 2048;
 
+/// The file that identifies the guest's QEMU.
+const RECORD: &str = "record.toml";
 /// The file that names the host that sent the guest.
 const SENT_BY: &str = "sent-by";
 
@@ -117,6 +119,13 @@ impl GuestFolder {
     /// QEMU's control socket.
     pub fn qmp(&self) -> PathBuf {
         self.run().join("qmp")
+    }
+
+    /// Returns whether a control socket is one of a guest's folder, of whatever agent.
+    pub(crate) fn is_of_an_agent(socket: &Path) -> bool {
+        let run = socket.parent().filter(|_| socket.ends_with("run/qmp"));
+        let folder = run.and_then(Path::parent);
+        folder.is_some_and(|folder| folder.join(RECORD).exists())
     }
 
     /// Returns the host's end of one of the guest's channels.
@@ -215,7 +224,7 @@ impl GuestFolder {
 
     /// Returns the record of the QEMU that runs the guest.
     pub fn record(&self) -> io::Result<Record> {
-        read_toml(&self.path.join("record.toml"))
+        read_toml(&self.path.join(RECORD))
     }
 
     pub(crate) fn write_description(&self, description: &GuestDescription) -> io::Result<()> {
@@ -223,7 +232,7 @@ impl GuestFolder {
     }
 
     pub(crate) fn write_record(&self, record: &Record) -> io::Result<()> {
-        write_toml(&self.path.join("record.toml"), record)
+        write_toml(&self.path.join(RECORD), record)
     }
 
     /// Returns the log, opened for appending.

@@ -40,6 +40,20 @@ fn variables_of(guest: &str) -> Vec<u8> {
     line.bytes().cycle().take(128 << 10).collect()
 }
 
+/// Prints the kernel's last words of QEMUs: one ended by itself, before any agent knew of it, and
+/// a QEMU that is a daemon has nobody who learns why.
+fn said_by_the_kernel(dmesg: &mut Command) {
+    eprintln!("its QEMU ended by itself before it was attached to; the kernel said last:");
+    let said = dmesg.output().map(|said| said.stdout).unwrap_or_default();
+    let said = String::from_utf8_lossy(&said);
+    let of_qemu = said.lines().filter(|line| {
+        let words = ["qemu", "oom", "segfault", "killed"];
+        let line = line.to_lowercase();
+        words.iter().any(|word| line.contains(word))
+    });
+    of_qemu.for_each(|line| eprintln!("{line}"));
+}
+
 /// A guest that a script started on the first host.
 struct Script {
     guest: Running,
@@ -111,6 +125,9 @@ impl Script {
             host.output(&mut command).unwrap();
         };
         let end = || {
+            if stage.qemus(0, name).is_empty() {
+                return said_by_the_kernel(&mut Command::new("dmesg"));
+            }
             Monitor::connect(&folder.join("qmp.sock")).ask("quit");
             assert!(wait_until(LIMIT, || stage.qemus(0, name).is_empty()));
         };

@@ -4,6 +4,7 @@
 use super::words::Words;
 use super::{command_line, learn};
 use crate::config::HostConfig;
+use crate::folder::GuestFolder;
 use crate::guest::{Found, find_all};
 use crate::observe::Blocker;
 use crate::qmp::{Qmp, QmpError};
@@ -33,7 +34,7 @@ pub enum Owner {
     Longhaul(String),
     /// This host's agent is attached to it as the guest of this name.
     Attached(String),
-    /// Something else.
+    /// Something else, or another agent.
     Other(Starter),
 }
 
@@ -134,21 +135,32 @@ fn is_qemu(program: &str) -> bool {
 
 async fn look(pid: i32, config: &HostConfig, known: &BTreeMap<i32, Owner>) -> Option<Discovered> {
     let words = command_line(pid).ok()?;
+    let paths = paths(&words);
     let owner = match known.get(&pid) {
         Some(owner) => owner.clone(),
-        None => Owner::Other(Starter::of(pid, Path::new("/nonexistent")).ok()??),
+        None => {
+            let mut seen = paths.iter().map(|path| seen_from_here(pid, path));
+            match seen.any(|path| GuestFolder::is_of_an_agent(&path)) {
+                true => Owner::Other(Starter::Longhaul),
+                false => Owner::Other(Starter::of(pid, Path::new("/nonexistent")).ok()??),
+            }
+        }
     };
     let user = fs::metadata(format!("/proc/{pid}")).ok()?.uid();
     let named = User::from_uid(Uid::from_raw(user)).ok().flatten();
-    let mut sockets: Vec<ControlSocket> = paths(&words)
+    let mut sockets: Vec<ControlSocket> = paths
         .into_iter()
         .map(|path| {
             let state = state(pid, &path);
             ControlSocket { path, state }
         })
         .collect();
-    let is_managed =
-        |starter: &Starter| matches!(starter, Starter::Libvirt { .. } | Starter::Proxmox { .. });
+    let is_managed = |starter: &Starter| {
+        matches!(
+            starter,
+            Starter::Longhaul | Starter::Libvirt { .. } | Starter::Proxmox { .. }
+        )
+    };
     let refusals = match &owner {
         Owner::Other(starter) if !is_managed(starter) => ask(pid, &mut sockets, config).await,
         _ => None,

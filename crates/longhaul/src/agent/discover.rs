@@ -34,6 +34,10 @@ fn shown(found: Discovered) -> DiscoveredGuest {
             let detail = "attached to by Longhaul".to_owned();
             (GuestOwner::Attached, detail, Some(name))
         }
+        Owner::Other(Starter::Longhaul) => {
+            let detail = "another agent of Longhaul".to_owned();
+            (GuestOwner::Longhaul, detail, None)
+        }
         Owner::Other(starter) => {
             let owner = match &starter {
                 Starter::Libvirt { .. } => GuestOwner::Libvirt,
