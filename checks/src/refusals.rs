@@ -44,6 +44,8 @@ const LISTED: &str = "migration/src/limits/peer_quota.rs::\
     everything_that_a_guest_uses_has_to_be_listed";
 const NO_ROOM: &str = "lab/tests/disks/main.rs::\
     a_destination_without_room_is_refused_or_gives_the_move_up";
+const OLD_HOST: &str = "longhaul/tests/files.rs::\
+    a_host_that_cannot_prove_anything_is_offered_no_guest_with_files";
 const ON_ONE_HOST: &str = "longhaul/tests/files.rs::\
     variables_and_initrds_are_of_both_hosts_or_of_none";
 const READ_ONLY: &str = "lab/tests/one_file.rs::\
@@ -422,9 +424,15 @@ const LIST: &[(&str, &str, usize, Shown)] = &[
         Passes("makes the refusals of this file"),
     ),
     (
+        "source/memory_strategy.rs",
+        "too_old_to_follow",
+        1,
+        InPlan(OLD_HOST),
+    ),
+    (
         "source/plan.rs",
         "ask_there",
-        2,
+        3,
         Passes("shows a refusal in a plan"),
     ),
     (
@@ -457,7 +465,8 @@ const LIST: &[(&str, &str, usize, Shown)] = &[
         1,
         Passes("shows a refusal in a plan"),
     ),
-    ("source/prepare.rs", "ask", 2, InPlan(READ_ONLY)),
+    ("source/prepare.rs", "ask", 1, InPlan(READ_ONLY)),
+    ("source/prepare.rs", "ask_if", 1, InPlan(READ_ONLY)),
     (
         "source/tracking.rs",
         "begin",

@@ -8,6 +8,7 @@ use crate::error::ApiError;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::str::FromStr;
 
 /// A phase of a migration. The phases are listed in their order. All passes over the memory belong
 /// to `precopy`.
@@ -90,21 +91,62 @@ pub enum Side {
     Destination,
 }
 
-/// A strategy: when the guest's state is sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+/// A strategy: when the guest's memory is sent.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Strategy {
-    /// The memory is sent before the switchover. Pages that the guest writes often, and all pending
+    /// All of it is sent before the switchover. Pages that the guest writes often, and all pending
     /// ones, are sent while it is stopped.
+    #[default]
     Precopy,
+    /// All of it is sent once before the switchover. What the guest has written since then follows
+    /// while it runs at the destination: pages that it waits for first.
+    Hybrid,
+    /// The guest is stopped at once. All of its memory follows while it runs at the destination:
+    /// pages that it waits for first.
+    Postcopy,
+    /// As `precopy`. If the guest writes too fast for the downtime, the rest of its memory follows,
+    /// where that is possible.
+    Auto,
 }
 
 impl Strategy {
+    /// All strategies.
+    pub const ALL: [Self; 4] = [Self::Precopy, Self::Hybrid, Self::Postcopy, Self::Auto];
+
     /// Returns the name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Precopy => "precopy",
+            Self::Hybrid => "hybrid",
+            Self::Postcopy => "postcopy",
+            Self::Auto => "auto",
         }
+    }
+
+    /// Returns whether it is the default.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl fmt::Display for Strategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Strategy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL
+            .into_iter()
+            .find(|strategy| strategy.name() == text);
+        found.ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            format!("it is one of {names}")
+        })
     }
 }
 
@@ -122,8 +164,12 @@ pub struct StartMigration {
     /// Rate limit, in bits per second (100000 to 10¹²); null for no limit.
     #[serde(default)]
     pub bandwidth_bps: Option<u64>,
+    /// Strategy for the memory (default `precopy`).
+    #[serde(default, skip_serializing_if = "Strategy::is_default")]
+    pub strategy: Strategy,
     /// Whether both hosts compare all memory and all moving disks by digest before the handover
     /// (default `false`). Disks with `hybrid` or `postcopy` are compared after the switchover.
+    /// Memory with one of these strategies is not compared.
     #[serde(default)]
     pub verify: bool,
     /// Time limit for an interruption of the link, in milliseconds (100 to 86400000, default

@@ -19,6 +19,9 @@ pub struct PlanRequest {
     /// Rate limit, in bits per second (100000 to 10¹²); null for no limit.
     #[serde(default)]
     pub bandwidth_bps: Option<u64>,
+    /// Strategy for the memory (default `precopy`).
+    #[serde(default, skip_serializing_if = "Strategy::is_default")]
+    pub strategy: Strategy,
     /// Whether the source would release the guest when it stops it (default `false`).
     #[serde(default)]
     pub early_release: bool,

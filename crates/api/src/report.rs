@@ -21,8 +21,12 @@ pub struct Report {
     pub source: String,
     /// Host that the guest moves to.
     pub destination: String,
-    /// Strategy for the memory.
+    /// Strategy for the memory: the requested one, and with `auto` that which the guest was moved
+    /// by, as soon as it is stopped.
     pub strategy: Strategy,
+    /// Reason for the strategy, where the agent has chosen it; null otherwise.
+    #[serde(default)]
+    pub strategy_why: Option<String>,
     /// Requested parameters.
     pub asked: Asked,
     /// Time of the start, in milliseconds since 1970.

@@ -41,6 +41,8 @@ struct Region {
     /// Whether the source has listed the region's missing blocks: rejected blocks then belong to
     /// that list.
     listed: bool,
+    /// Whether blocks still come when all others are here: its owner takes each of them once.
+    follows: bool,
 }
 
 /// The incoming state of one guest.
@@ -63,14 +65,15 @@ impl Destination {
     /// Creates the state of an offered guest before the first frame. Its regions are numbered from
     /// 0.
     pub fn new(regions: &[RegionSpec]) -> Result<Self, DestinationError> {
-        match regions.first() {
-            Some(first) if first.id != RegionId(0) => Err(DestinationError::Regions),
-            _ => Self::of_some(regions),
+        let ids = (0..).map(RegionId);
+        match regions.iter().zip(ids).all(|(spec, id)| spec.id == id) {
+            true => Self::of_some(regions),
+            false => Err(DestinationError::Regions),
         }
     }
 
     /// Creates the state of a guest of which only these regions arrive, in the drain. Their ids are
-    /// those of the offer, and consecutive.
+    /// those of the offer, and ascend.
     pub fn of_some(specs: &[RegionSpec]) -> Result<Self, DestinationError> {
         let blocks: u64 = specs.iter().map(|spec| spec.blocks).sum();
         if specs.len() > REGIONS_MAX || blocks >= u64::from(u32::MAX) {
@@ -83,6 +86,7 @@ impl Destination {
                 false => vec![0; spec.blocks as usize],
             },
             listed: false,
+            follows: false,
         };
         let mut regions = Regions::default();
         if !specs.iter().all(|spec| regions.push(spec.id, region(spec))) {
@@ -106,10 +110,22 @@ impl Destination {
         self.sealed = true;
     }
 
-    /// Returns whether a block of frame `seq` is newer than the one here.
-    pub fn accepts(&self, id: BlockId, seq: u64) -> bool {
-        if self.region(id.region).is_some_and(|r| r.spec.durable) {
+    /// Records that blocks of a region still come when all others are here. Its owner knows which
+    /// of them are missing, and takes each once.
+    pub fn follows(&mut self, region: RegionId) {
+        if let Some(region) = self.regions.get_mut(region) {
+            region.follows = true;
+        }
+    }
+
+    /// Returns whether a block of frame `seq`, of connection `epoch`, is newer than the one here.
+    pub fn accepts(&self, epoch: Epoch, id: BlockId, seq: u64) -> bool {
+        let region = self.region(id.region);
+        if region.is_some_and(|region| region.spec.durable) {
             return true;
+        }
+        if region.is_some_and(|region| region.follows) {
+            return epoch == self.epoch && self.region_blocks(id.region) > Some(id.block);
         }
         if self.sealed {
             return false;
@@ -289,11 +305,12 @@ mod tests {
             starts_zero: true,
         };
         assert!(Destination::new(&[disk(2), disk(3)]).is_err());
-        assert!(Destination::of_some(&[disk(2), disk(4)]).is_err());
+        assert!(Destination::new(&[disk(0), disk(2)]).is_err());
+        assert!(Destination::of_some(&[disk(4), disk(2)]).is_err());
         assert!(Destination::of_some(&[disk(2), disk(2)]).is_err());
-        let destination = Destination::of_some(&[disk(2), disk(3)]).unwrap();
+        let destination = Destination::of_some(&[disk(0), disk(2), disk(3)]).unwrap();
         let blocks = [0, 1, 2, 3, 4].map(|id| destination.region_blocks(RegionId(id)));
-        assert_eq!(blocks, [None, None, Some(4), Some(4), None]);
+        assert_eq!(blocks, [Some(4), None, Some(4), Some(4), None]);
     }
 
     #[test]
@@ -303,9 +320,16 @@ mod tests {
             region: MEMORY,
             block: 1,
         };
-        assert!(destination.accepts(id, 9));
+        assert!(destination.accepts(Epoch(1), id, 9));
         destination.seal();
-        assert!(!destination.accepts(id, 9));
+        assert!(!destination.accepts(Epoch(1), id, 9));
+        destination.follows(MEMORY);
+        assert!(destination.accepts(Epoch(1), id, 9));
+        assert!(
+            !destination.accepts(Epoch(2), id, 9),
+            "of a connection that is gone"
+        );
+        assert!(!destination.accepts(Epoch(1), BlockId { block: 4, ..id }, 9));
         destination.applied(Epoch(1), 9, &[]).unwrap();
         let told = destination.poll_acknowledgement().unwrap();
         assert_eq!(told.applied, [(9, 1)]);

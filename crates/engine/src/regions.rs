@@ -3,32 +3,30 @@
 use longhaul_protocol::RegionId;
 use std::ops::{Deref, DerefMut, Index, IndexMut};
 
-/// Regions with consecutive ids. The first id is 0, or that of the first disk if only disks travel.
+/// Regions with ascending ids. An offer's are consecutive from 0; in a drain, those of regions that
+/// have arrived are left out.
 #[derive(Debug)]
 pub(crate) struct Regions<R> {
-    first: usize,
+    ids: Vec<RegionId>,
     all: Vec<R>,
 }
 
 impl<R> Default for Regions<R> {
     fn default() -> Self {
         Self {
-            first: 0,
+            ids: Vec::new(),
             all: Vec::new(),
         }
     }
 }
 
 impl<R> Regions<R> {
-    /// Adds a region. Returns false, and drops the region, if its id does not follow the last one.
+    /// Adds a region. Returns false, and drops the region, if its id is not above the last one.
     #[must_use]
     pub(crate) fn push(&mut self, id: RegionId, region: R) -> bool {
-        let id = usize::from(id.0);
-        if self.all.is_empty() {
-            self.first = id;
-        }
-        let follows = id == self.first + self.all.len();
+        let follows = self.ids.last().is_none_or(|last| *last < id);
         if follows {
+            self.ids.push(id);
             self.all.push(region);
         }
         follows
@@ -44,7 +42,12 @@ impl<R> Regions<R> {
     }
 
     fn place(&self, id: RegionId) -> Option<usize> {
-        usize::from(id.0).checked_sub(self.first)
+        let first = self.ids.first()?;
+        let place = usize::from(id.0.checked_sub(first.0)?);
+        match self.ids.get(place) {
+            Some(there) if *there == id => Some(place),
+            _ => self.ids.binary_search(&id).ok(),
+        }
     }
 }
 
@@ -53,13 +56,15 @@ impl<R> Index<RegionId> for Regions<R> {
     type Output = R;
 
     fn index(&self, id: RegionId) -> &R {
-        &self.all[usize::from(id.0) - self.first]
+        let place = self.place(id);
+        &self.all[place.unwrap_or(usize::MAX)]
     }
 }
 
 impl<R> IndexMut<RegionId> for Regions<R> {
     fn index_mut(&mut self, id: RegionId) -> &mut R {
-        &mut self.all[usize::from(id.0) - self.first]
+        let place = self.place(id);
+        &mut self.all[place.unwrap_or(usize::MAX)]
     }
 }
 
@@ -88,10 +93,11 @@ mod tests {
         assert!(regions.push(RegionId(3), 'a'));
         assert!(regions.push(RegionId(4), 'b'));
         assert!(!regions.push(RegionId(4), 'c'));
-        assert!(!regions.push(RegionId(6), 'c'));
-        let found = [2, 3, 4, 5].map(|id| regions.get(RegionId(id)).copied());
-        assert_eq!(found, [None, Some('a'), Some('b'), None]);
-        regions[RegionId(4)] = 'd';
-        assert_eq!(*regions, ['a', 'd']);
+        assert!(!regions.push(RegionId(2), 'c'));
+        assert!(regions.push(RegionId(6), 'c'));
+        let found = [2, 3, 4, 5, 6, 7].map(|id| regions.get(RegionId(id)).copied());
+        assert_eq!(found, [None, Some('a'), Some('b'), None, Some('c'), None]);
+        regions[RegionId(6)] = 'd';
+        assert_eq!(*regions, ['a', 'b', 'd']);
     }
 }

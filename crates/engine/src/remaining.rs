@@ -1,6 +1,9 @@
 //! The encoding of missing blocks in the lists that the two agents exchange while a guest runs at
 //! the destination.
 
+use crate::chunk::{self, CHUNK_BLOCKS};
+use longhaul_protocol::BlockRange;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 pub use longhaul_protocol::disk::{List, Remaining};
@@ -46,6 +49,34 @@ pub(crate) fn collect(
         });
     }
     (remaining, None)
+}
+
+/// Returns the blocks of these entries, in as few ranges as possible. Entries in ascending order
+/// give ranges in ascending order.
+pub fn ranges(parts: &[Remaining], blocks: u64) -> Vec<BlockRange> {
+    let mut ranges: Vec<BlockRange> = Vec::new();
+    for part in parts {
+        for chunk in part.chunk..part.chunk.saturating_add(part.chunks) {
+            let chunk = chunk as usize;
+            for run in chunk::runs(chunk, part.mask & chunk::whole(chunk, blocks)) {
+                match ranges.last_mut() {
+                    Some(last) if last.end() == run.start => last.count += run.count,
+                    _ => ranges.push(run),
+                }
+            }
+        }
+    }
+    ranges
+}
+
+/// Returns the entries that name these blocks of a region.
+pub fn of_ranges(ranges: &[BlockRange], blocks: u64) -> Vec<Remaining> {
+    let mut masks: BTreeMap<usize, u64> = BTreeMap::new();
+    let pieces = ranges.iter().flat_map(|range| chunk::pieces(*range));
+    pieces.for_each(|(chunk, mask)| *masks.entry(chunk).or_default() |= mask);
+    let chunks = 0..blocks.div_ceil(CHUNK_BLOCKS) as u32;
+    let of = |chunk: usize| (masks.get(&chunk).copied().unwrap_or(0), 0);
+    collect(chunks, usize::MAX, of).0
 }
 
 fn is_followed_by(part: &Remaining, chunk: u32, mask: u64, written_blocks: u16) -> bool {
@@ -108,5 +139,33 @@ mod tests {
         ] {
             assert!(!within(&parts), "{parts:?}");
         }
+    }
+
+    #[test]
+    fn blocks_are_named_in_few_ranges_and_back() {
+        let part = |chunk, chunks, mask| Remaining {
+            chunk,
+            chunks,
+            mask,
+            written_blocks: 0,
+        };
+        let blocks = 4 * CHUNK_BLOCKS + 1;
+        let parts = [
+            part(0, 1, 0b101),
+            part(1, 2, u64::MAX),
+            part(3, 1, 1),
+            part(4, 1, u64::MAX),
+        ];
+        let range = BlockRange::new;
+        let named = [
+            range(0, 1),
+            range(2, 1),
+            range(CHUNK_BLOCKS, 2 * CHUNK_BLOCKS + 1),
+            range(4 * CHUNK_BLOCKS, 1),
+        ];
+        assert_eq!(ranges(&parts, blocks), named);
+        let back = of_ranges(&named, blocks);
+        assert_eq!(back[..3], parts[..3]);
+        assert_eq!(back[3], part(4, 1, 1), "no block that is not there");
     }
 }

@@ -9,7 +9,8 @@
 //! | `postcopy` | nothing | the list of all blocks | all blocks |
 //! | `shared` | nothing | nothing: both hosts see it | - |
 //!
-//! After the switchover the most written chunks travel first.
+//! After the switchover the most written chunks travel first. Memory by `hybrid` is sent once
+//! before the switchover; memory by `postcopy` only fills the link until the guest can be stopped.
 
 /// A strategy: one row of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

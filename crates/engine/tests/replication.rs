@@ -59,7 +59,7 @@ impl BlockSink for Receiver {
     }
 
     fn accepts(&self, id: BlockId, seq: u64) -> bool {
-        self.state.accepts(id, seq)
+        self.state.accepts(self.state.epoch(), id, seq)
     }
 
     fn read(&mut self, id: BlockId, content: &mut [u8; BLOCK_SIZE]) -> bool {

@@ -1,5 +1,6 @@
 //! Determines what this host can run, and checks a given guest against it.
 
+mod following;
 mod huge_pages;
 mod modules;
 
@@ -24,6 +25,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use tokio::sync::Mutex;
+
+pub use following::{USERFAULTFD_HINT, has_huge_pages};
 
 /// The executor of a guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

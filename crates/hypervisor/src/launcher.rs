@@ -234,6 +234,11 @@ impl GuestManager for Launcher {
         async move { launching.await.map_err(broke)? }.boxed()
     }
 
+    fn incoming_socket(&self, guest: &Guest) -> io::Result<PathBuf> {
+        let socket = self.folder(guest)?.socket("incoming");
+        socket.map_err(io::Error::other)
+    }
+
     fn commit<'a>(
         &'a self,
         guest: &'a Guest,

@@ -67,6 +67,10 @@ pub trait GuestManager: Send + Sync {
         incoming: IncomingGuest,
     ) -> BoxFuture<'_, Result<Launched, LaunchIncomingError>>;
 
+    /// Returns the path of the socket on which the QEMU of an arriving guest takes its stream, also
+    /// after a restart of the agent.
+    fn incoming_socket(&self, guest: &Guest) -> io::Result<PathBuf>;
+
     /// Gives an arrived guest to this host by the manager's own durable record, and lets it run.
     ///
     /// `lease` is that of a QEMU that has just loaded the guest. Without one, as after a restart of
@@ -245,6 +249,12 @@ impl Guest {
     /// Returns its process, also after the process ended.
     pub fn process(&self) -> Option<&ProcessId> {
         self.0.process.as_ref()
+    }
+
+    /// Ends its QEMU at once.
+    pub fn kill(&self) -> io::Result<()> {
+        let process = self.process().map(Process::open).transpose()?;
+        process.flatten().map_or(Ok(()), |process| process.kill())
     }
 
     /// Waits until its QEMU has ended.

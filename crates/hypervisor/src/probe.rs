@@ -5,6 +5,8 @@
 
 use crate::capabilities::{Accelerator, Emulator, MachineType};
 use crate::hardware::tables::models_of_guests;
+use crate::memory::{Incoming, SourceError};
+use crate::process::Account;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -54,7 +56,7 @@ pub(crate) async fn emulator(
     path: &Path,
     accelerator: Accelerator,
 ) -> Result<Emulator, ProbeError> {
-    let (qmp, mut child) = start(path, accelerator).await?;
+    let (qmp, mut child) = start(path, accelerator, &[], None).await?;
     let asked = ask(&qmp).await;
     drop(qmp);
     // It has no guest, so it can be killed.
@@ -70,7 +72,29 @@ pub(crate) async fn emulator(
     Ok(answer)
 }
 
-async fn start(path: &Path, accelerator: Accelerator) -> Result<(Qmp, Child), ProbeError> {
+/// Asks an emulator that runs as that user whether its guests can run before all of their memory
+/// has arrived.
+pub(crate) async fn can_run_early(
+    path: &Path,
+    account: Option<&Account>,
+) -> Result<Result<(), SourceError>, ProbeError> {
+    let waiting = ["-incoming", "defer"];
+    let (qmp, mut child) = start(path, Accelerator::Tcg, &waiting, account).await?;
+    let can = Incoming::can_run_early(&qmp).await;
+    drop(qmp);
+    child.kill().await.map_err(|source| ProbeError::Start {
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(can)
+}
+
+async fn start(
+    path: &Path,
+    accelerator: Accelerator,
+    more: &[&str],
+    account: Option<&Account>,
+) -> Result<(Qmp, Child), ProbeError> {
     let failed = |source| ProbeError::Start {
         path: path.to_owned(),
         source,
@@ -79,7 +103,7 @@ async fn start(path: &Path, accelerator: Accelerator) -> Result<(Qmp, Child), Pr
     let theirs = theirs.into_std().map_err(failed)?;
     theirs.set_nonblocking(false).map_err(failed)?;
     let theirs = std::os::fd::OwnedFd::from(theirs);
-    let child = short_lived(path)
+    let child = short_lived(path, account)
         .args([
             "-machine",
             "none",
@@ -89,6 +113,7 @@ async fn start(path: &Path, accelerator: Accelerator) -> Result<(Qmp, Child), Pr
             "none",
         ])
         .args(["-S", "-accel", accelerator.name(), "-qmp", "stdio"])
+        .args(more)
         .stdin(theirs.try_clone().map_err(failed)?)
         .stdout(theirs)
         .stderr(Stdio::null())
@@ -103,9 +128,13 @@ async fn start(path: &Path, accelerator: Accelerator) -> Result<(Qmp, Child), Pr
     }
 }
 
-/// Returns a program that ends when this process ends, for any reason.
-fn short_lived(path: &Path) -> Command {
+/// Returns a program, run as that user, that ends when this process ends, for any reason.
+fn short_lived(path: &Path, account: Option<&Account>) -> Command {
     let mut command = Command::new("setpriv");
+    if let Some(Account { uid, gid, .. }) = account {
+        command.args([format!("--reuid={uid}"), format!("--regid={gid}")]);
+        command.args(["--init-groups", "--inh-caps=-all", "--no-new-privs"]);
+    }
     command.args(["--pdeathsig", "KILL", "--"]).arg(path);
     command.kill_on_drop(true);
     command
@@ -180,7 +209,7 @@ async fn runs_firmware(path: &Path, accelerator: Accelerator, folder: &Path) -> 
     if let Err(error) = written {
         return Err(format!("{} cannot be written: {error}", firmware.display()));
     }
-    let child = short_lived(path)
+    let child = short_lived(path, None)
         .args([
             "-machine",
             "q35",

@@ -184,7 +184,7 @@ impl Moved {
         let qmp = &self.destination.qmp;
         let path = self.destination.folder.path().join("again");
         let arriving = Arriving::recover(qmp, &path, &self.prelude, &self.discards).await;
-        let arriving = arriving.unwrap();
+        let arriving = arriving.unwrap().unwrap();
         assert!(
             arriving.missing() >= lost,
             "given pages may be lost, and no others appear"

@@ -447,6 +447,16 @@ async fn a_host_that_cannot_prove_anything_is_offered_no_guest_with_files() {
         assert!(words.join(" ").contains(why), "{said}");
         assert!(said.contains("update the agent on old"), "{said}");
     }
+    let why = "runs \"longhaul 0.0.9\", to which no memory can follow its guest";
+    for command in ["plan", "migrate"] {
+        let words = [command, "web-7", "--to", "old", "--strategy", "postcopy"];
+        let output = lyon.longhaul(&words);
+        assert_eq!(output.status.code(), Some(3), "{command}: {output:?}");
+        let said = [output.stdout, output.stderr].concat();
+        let said = String::from_utf8(said).unwrap();
+        let words: Vec<&str> = said.split_whitespace().collect();
+        assert!(words.join(" ").contains(why), "{said}");
+    }
     let heard = heard.lock().unwrap().clone();
     assert!(heard.iter().all(|said| *said == "query"), "{heard:?}");
     let journals = lyon.folder.path().join("s/journal");

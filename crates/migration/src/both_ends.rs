@@ -4,7 +4,8 @@
 use crate::carrier::memory::{self, IN_HAND, MemorySource, Random, Settings, WAITING};
 use crate::destination::disks::Disks;
 use crate::destination::local_content::Kept;
-use crate::destination::receiver::{ReceiveError, Receiving, Store};
+use crate::destination::receiver::{ReceiveError, Receiving};
+use crate::destination::store::Store;
 use crate::limits::peer_quota::{Means, Pace};
 use crate::limits::shared_dedup::Gangs;
 use crate::source::acks::{AcknowledgeError, Acknowledging};

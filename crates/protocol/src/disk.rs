@@ -73,7 +73,7 @@ pub struct OfferedDisk {
     pub base: Option<Base>,
 }
 
-/// The part of a disk that is fetched while its guest runs at the destination.
+/// The part of a disk, or of the memory, that is fetched while its guest runs at the destination.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pulled {
     /// Nothing.

@@ -51,7 +51,7 @@
 //! connection the source opens a new channel with `Resume`, or with `Ask` to learn only the outcome
 //! of an attempt.
 
-use crate::disk::{List, Missing, OfferedDisk};
+use crate::disk::{List, Missing, OfferedDisk, Pulled};
 use crate::files::FileClaim;
 use crate::flows::Flows;
 use crate::guest::GuestDescription;
@@ -438,15 +438,19 @@ pub struct PortsQuery {
     pub disks: Vec<OfferedDisk>,
     /// The generation of the right to run the guest.
     pub generation: Generation,
+    /// The part of its memory that follows when it runs at the destination.
+    pub memory: Pulled,
 }
 
-/// A guest that is offered, with cards on special ports of bridges.
+/// A guest that is offered, with cards on special ports of bridges, or with memory that follows.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PortsOffer {
     /// The guest, its disks that move and its files that do not.
     pub offered: FilesOffer,
     /// The ports.
     pub ports: Vec<CardPort>,
+    /// The part of its memory that follows when it runs at the destination.
+    pub memory: Pulled,
 }
 
 /// The refusal of an offer.

@@ -20,22 +20,7 @@ use crate::{BLOCK_SIZE, BlockRange, RegionSpec};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Newest version of the messages.
-pub const VERSION: u16 = 3;
-/// Oldest supported version. It has no messages about files that do not move.
-pub const VERSION_OLDEST: u16 = 1;
-/// The first version in which files that do not move are proved to be the same.
-pub const VERSION_OF_FILES: u16 = 2;
-/// The first version in which read-only images move along if the destination lacks them.
-pub const VERSION_OF_IMAGES: u16 = 3;
-/// The first version in which the ports of a guest's cards travel.
-pub const VERSION_OF_PORTS: u16 = 3;
-/// The first version in which frames for a stopped guest travel.
-pub const VERSION_OF_HELD_FRAMES: u16 = 3;
-/// The first version in which a guest's flows through gateways travel.
-pub const VERSION_OF_FLOWS: u16 = 3;
-/// The first version in which a commit may need an arbiter's lease.
-pub const VERSION_OF_ARBITERS: u16 = 3;
+pub use crate::versions::*;
 
 /// A reason why bytes are not a message, or one that breaks a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -735,8 +720,13 @@ mod tests {
                     ports: ports.clone(),
                     disks: Vec::new(),
                     generation: Generation(1),
+                    memory: Pulled::Often,
                 })),
-                ToDestination::OfferPorts(Box::new(PortsOffer { offered, ports })),
+                ToDestination::OfferPorts(Box::new(PortsOffer {
+                    offered,
+                    ports,
+                    memory: Pulled::All,
+                })),
             ]
         };
         let seeds: [&[u8]; 2] = [

@@ -12,6 +12,8 @@ use std::time::Duration;
 /// Limit on the queue beyond the link's own window while the guest waits for blocks, which travel
 /// behind that queue.
 const QUEUE: Duration = Duration::from_millis(20);
+/// Blocks that travel together when the destination asks for one of them while it loads the guest.
+const ASKED_BLOCKS: u64 = 16;
 /// Data that may be in flight in any case.
 const QUEUE_BYTES_MIN: f64 = 256.0 * 1024.0;
 
@@ -32,6 +34,23 @@ impl Source {
         let region = self.region(id, BlockRange::new(0, 0))?;
         region.promised = blocks;
         region.want_promised();
+        Ok(())
+    }
+
+    /// Promises listed blocks that the destination asks for while it loads the guest, and those
+    /// beside them, which it often asks for next: they travel now.
+    pub fn asked(&mut self, id: RegionId, range: BlockRange) -> Result<(), SourceError> {
+        let region = self.region(id, range)?;
+        if region.is_listed() {
+            let start = range.start / ASKED_BLOCKS * ASKED_BLOCKS;
+            let end = range.end().next_multiple_of(ASKED_BLOCKS);
+            let end = end.min(region.spec.blocks);
+            let range = BlockRange::new(start, end - start);
+            region.promised.push(range);
+            range
+                .blocks()
+                .for_each(|block| region.map.want(block as usize));
+        }
         Ok(())
     }
 

@@ -51,7 +51,7 @@ pub enum SourceError {
         /// Blocks in all of them.
         blocks: u64,
     },
-    /// The id of a region does not follow that of the region before it.
+    /// The id of a region is not above that of the region before it.
     #[error("region {region:?} does not follow the one before it")]
     Order {
         /// The region.
@@ -153,6 +153,8 @@ pub struct Source {
     /// Whether the drain is held back because the guest overwrites missing blocks.
     left_to_guest: bool,
     hot_allowed: bool,
+    /// Whether memory that has to be there may follow instead, if the guest writes too fast.
+    memory_may_follow: bool,
 }
 
 #[derive(Debug, Default)]
@@ -227,6 +229,7 @@ impl Source {
             overwriting: Overwriting::default(),
             left_to_guest: false,
             hot_allowed: false,
+            memory_may_follow: false,
         };
         let mut first = 0;
         for spec in regions {
@@ -283,6 +286,28 @@ impl Source {
     /// yes.
     pub fn use_disk_references(&mut self, references: bool) {
         self.disk_references = references;
+    }
+
+    /// Lets memory follow when the guest runs at the destination, instead of a stop that takes
+    /// longer than requested.
+    pub fn memory_may_follow(&mut self) {
+        self.memory_may_follow = true;
+    }
+
+    /// Lets memory follow from now on, if it may: the guest writes it as fast as the link carries
+    /// it, so nothing more of it is sent before the stop. Returns whether it follows.
+    pub fn let_memory_follow(&mut self) -> bool {
+        if std::mem::take(&mut self.memory_may_follow) {
+            let memory = self.regions.iter_mut().filter(|it| !it.is_written_late());
+            memory.for_each(|region| region.strategy = Strategy::POSTCOPY);
+        }
+        self.memory_follows()
+    }
+
+    /// Returns whether memory is listed instead of promised.
+    pub fn memory_follows(&self) -> bool {
+        let mut memory = self.regions.iter().filter(|it| !it.is_written_late());
+        memory.any(Region::is_listed)
     }
 
     /// Joins the guests that move to the same destination. This guest begins at this share of its

@@ -150,9 +150,20 @@ impl Region {
 
     /// Returns whether it has blocks that may travel beside those that must be there.
     pub(super) fn pushes(&self) -> bool {
-        let before = matches!(self.strategy.before, Before::BelowThreshold(_));
+        let before = match self.strategy.before {
+            Before::BelowThreshold(_) => true,
+            Before::Nothing => self.fills(),
+            Before::UntilStopRule | Before::InStep => false,
+        };
         let pending = |class: Class| self.map.pending(class) > 0;
         self.is_listed() && before && (pending(Class::Cold) || pending(Class::Rest))
+    }
+
+    /// Returns whether its blocks only fill the link until the guest is stopped, which nothing
+    /// waits for: memory of which nothing has to travel before. The link is warm then.
+    pub(super) fn fills(&self) -> bool {
+        let nothing = self.strategy.before == Before::Nothing;
+        nothing && self.is_listed() && !self.is_written_late()
     }
 
     /// Returns whether the guest has written nothing near a block since the migration began, so

@@ -207,8 +207,10 @@ impl Source {
             // Wanted blocks, and blocks for a destination where the guest runs, do not rely on its
             // content; nor do promised blocks, since the list does not wait for mismatches.
             let plain = self.draining || region.mirror.is_some() || !region.promised.is_empty();
+            // Listed memory is missing there, whatever it held before.
+            let is_missing = self.frozen && region.is_listed() && !region.is_written_late();
             let map = &mut region.map;
-            if !self.draining && map.holds(index, &digest) {
+            if !self.draining && !is_missing && map.holds(index, &digest) {
                 map.skip(index, seq);
                 self.sent.same_blocks += 1;
                 decisions.push(Decision::Skip);
@@ -347,7 +349,8 @@ impl Source {
 
     /// Returns whether optional blocks may be sent now.
     pub(super) fn background_is_sendable(&self) -> bool {
-        !self.frozen && !self.background_held && self.regions.iter().any(Region::pushes)
+        let may = |region: &Region| region.pushes() && (!region.fills() || self.has_room());
+        !self.frozen && !self.background_held && self.regions.iter().any(may)
     }
 
     fn find(&self, digest: &Digest) -> Option<BlockId> {

@@ -41,6 +41,10 @@ const HELD_FOR_SYNC: Duration = Duration::from_secs(5);
 /// rate.
 const WAIT_WRITE_SHARE: f64 = 0.8;
 
+/// Rate at which QEMU's stream is read through a local socket, and its content dropped, in bytes
+/// per second: what a stop costs of memory that follows.
+const READ_HERE_BYTES_PER_S: f64 = 500e6;
+
 impl Source {
     /// Returns what should happen next.
     pub fn advise(&mut self, now: Duration) -> Advice {
@@ -87,6 +91,12 @@ impl Source {
     }
 
     fn judge(&mut self, now: Duration) -> Advice {
+        if self.pushes_memory() {
+            return Advice::Wait;
+        }
+        if self.memory_may_follow && self.outpaced().is_some() {
+            self.let_memory_follow();
+        }
         let predicted = self.predicted_downtime(now).at_most;
         let Wish {
             rule,
@@ -133,7 +143,12 @@ impl Source {
         if known && !before_burst && !waits && !self.pass.judged {
             self.pass.judged = true;
             let after = self.after_pass(now, predicted);
-            if let Some(reason) = self.stop.pass(&after) {
+            let reason = self.stop.pass(&after);
+            if self.memory_may_follow && self.stop.too_fast_since().is_some() {
+                self.let_memory_follow();
+                return Advice::Wait;
+            }
+            if let Some(reason) = reason {
                 self.pass.put_off = rule == Rule::Predicted && self.waits_for_burst(now);
                 if !self.pass.put_off {
                     return Advice::Stop(reason);
@@ -151,6 +166,31 @@ impl Source {
         } else {
             Advice::ReadPass
         }
+    }
+
+    /// Returns whether memory that may follow has yet to be sent once.
+    fn pushes_memory(&self) -> bool {
+        let pushes =
+            |region: &Region| !region.is_written_late() && region.pushes() && !region.fills();
+        self.pass.number == 1 && self.regions.iter().any(pushes)
+    }
+
+    /// Returns whether passes report blocks of memory that has to be there at the switchover.
+    fn promises_memory(&self) -> bool {
+        let mut memory = self.regions.iter().filter(|it| !it.is_written_late());
+        memory.any(Region::is_promised)
+    }
+
+    /// Returns how long the stopped guest waits for QEMU to name the written blocks of memory that
+    /// follows, whose content does not travel then.
+    fn read_here(&self) -> Duration {
+        if self.promises_memory() {
+            return Duration::ZERO;
+        }
+        let unseen = self.unseen_now();
+        let blocks = unseen.written_blocks.saturating_add(unseen.unread_blocks);
+        let bytes = blocks as f64 * BLOCK_SIZE as f64;
+        Duration::try_from_secs_f64(bytes / READ_HERE_BYTES_PER_S).unwrap_or(Duration::MAX)
     }
 
     /// Returns whether the guest is about to overwrite blocks that it would have to fetch if it
@@ -249,7 +289,7 @@ impl Source {
                 at_most: Duration::MAX,
             };
         };
-        let overhead = self.switch_overhead + link.rtt.mul_f64(1.5);
+        let overhead = self.switch_overhead + link.rtt.mul_f64(1.5) + self.read_here();
         // Encoding and sending overlap: the slower of both counts.
         let work = self.costs.work(blocks);
         let time = |bytes: f64, sync: Duration| {
@@ -290,7 +330,9 @@ impl Source {
         let written = counted.written_blocks as f64 + self.write_rate().by_passes * since;
         let unseen = written + counted.unread_blocks as f64;
         let mut left = self.promised(|region| region.map.pending_total() + region.kept_blocks());
-        left.by_passes = (left.by_passes + unseen).min(self.all_blocks() as f64);
+        if self.promises_memory() {
+            left.by_passes = (left.by_passes + unseen).min(self.all_blocks() as f64);
+        }
         left
     }
 

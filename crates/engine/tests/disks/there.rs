@@ -168,7 +168,9 @@ impl World {
         let mut rejected = Vec::new();
         let mut writes = Vec::new();
         for (id, item) in &frame.items {
-            let accepted = there.destination.accepts(*id, frame.seq);
+            let accepted = there
+                .destination
+                .accepts(there.destination.epoch(), *id, frame.seq);
             let overwrites = counts == Variant::PullOverwrites && there.committed;
             let is_its = id.region == MEMORY || there.presence.accepts(of, id.block, seq);
             if !accepted || !(is_its || overwrites) {

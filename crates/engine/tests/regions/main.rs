@@ -548,7 +548,7 @@ fn a_drain_has_only_the_regions_of_its_disks() {
     for id in [first, second] {
         source.add(&spec(id, 8), Strategy::POSTCOPY).unwrap();
     }
-    for region in [first, second, RegionId(5)] {
+    for region in [MEMORY, first, second] {
         let again = source.add(&spec(region, 8), Strategy::POSTCOPY);
         assert_eq!(again, Err(SourceError::Order { region }));
     }

@@ -1,11 +1,12 @@
 //! Tests memory that is left for after the switchover.
 
 use super::{MEMORY, MS, acknowledge, begin, settle, spec, take};
+use longhaul_codec::{Decision, Staged};
 use longhaul_engine::remaining::Remaining;
-use longhaul_engine::source::{Advice, Source};
+use longhaul_engine::source::{Advice, Downtime, Source, Unseen};
 use longhaul_engine::stop::{StopReason, Wish};
 use longhaul_engine::strategy::Strategy;
-use longhaul_protocol::BlockRange;
+use longhaul_protocol::{BlockRange, RegionSpec};
 
 /// Memory of 640 blocks, in the first pass.
 fn memory(strategy: Strategy) -> Source {
@@ -57,6 +58,11 @@ fn memory_that_follows_is_listed_and_comes_as_the_guest_wants_it() {
 #[test]
 fn memory_that_is_written_in_pass_after_pass_follows() {
     let mut source = memory(Strategy::HYBRID);
+    assert_eq!(
+        source.advise(MS),
+        Advice::Send,
+        "all of it goes once before"
+    );
     assert_eq!(settle(&mut source), (640, 0));
     pass(&mut source, 1, &[(0, 64), (300, 8)]);
     assert_eq!(settle(&mut source), (72, 0), "they may be written once");
@@ -74,4 +80,98 @@ fn memory_that_is_written_in_pass_after_pass_follows() {
     source.handed_over();
     assert_eq!(settle(&mut source), (65, 0));
     assert!(source.is_drained());
+}
+
+#[test]
+fn what_a_destination_asks_for_while_it_loads_the_guest_comes_before_the_switchover() {
+    let mut source = memory(Strategy::POSTCOPY);
+    source.frozen();
+    source.closed();
+    assert_eq!(source.advise(MS), Advice::Complete);
+    source.asked(MEMORY, BlockRange::new(77, 1)).unwrap();
+    assert_eq!(source.advise(MS), Advice::Send);
+    let batch = take(&mut source).unwrap();
+    let blocks: Vec<u64> = batch.blocks.iter().map(|id| id.block).collect();
+    assert_eq!(
+        blocks,
+        (64..80).collect::<Vec<u64>>(),
+        "those beside it too"
+    );
+    // The connection is lost: it travels again.
+    source.connection_lost();
+    source.connected();
+    let batch = take(&mut source).unwrap();
+    assert!(batch.blocks.iter().any(|id| id.block == 77));
+    acknowledge(&mut source, &batch);
+    assert_eq!(source.advise(MS), Advice::Complete);
+    source.asked(MEMORY, BlockRange::new(640, 1)).unwrap_err();
+}
+
+#[test]
+fn zeros_that_are_asked_for_travel() {
+    let spec = RegionSpec {
+        starts_zero: true,
+        ..spec(MEMORY, 64)
+    };
+    let wish = Wish::downtime(MS * 300);
+    let mut source = Source::new(Strategy::POSTCOPY, &[spec], wish, MS).unwrap();
+    begin(&mut source);
+    source.frozen();
+    source.closed();
+    source.asked(MEMORY, BlockRange::new(5, 1)).unwrap();
+    let batch = source.take(16).unwrap().unwrap();
+    // The destination began with zeros, and has dropped what is listed.
+    let zeros = vec![Staged::Zero; batch.blocks.len()];
+    let decisions = source.decide(&batch, &zeros);
+    assert!(decisions.iter().all(|decision| *decision == Decision::Zero));
+}
+
+#[test]
+fn what_follows_costs_a_stop_only_the_time_to_name_it() {
+    let wish = Wish::downtime(MS * 300);
+    let specs = [spec(MEMORY, 1 << 20)];
+    let stops = |strategy, written_blocks| {
+        let mut source = Source::new(strategy, &specs, wish, MS).unwrap();
+        begin(&mut source);
+        source.unseen(Some(Unseen {
+            written_blocks,
+            unread_blocks: 0,
+            at: MS,
+        }));
+        let Downtime { at_most, .. } = source.predicted_downtime(MS);
+        at_most <= MS * 300
+    };
+    // 200 MiB are named in 0.4 s, 80 MiB in less than 0.2 s.
+    assert!(!stops(Strategy::POSTCOPY, 50 << 10));
+    assert!(stops(Strategy::POSTCOPY, 20 << 10));
+    assert!(!stops(Strategy::PRECOPY, 20 << 10), "all memory is pending");
+}
+
+/// Sends all memory once, and then lets the guest write these blocks in pass after pass. Returns
+/// the reason of the stop, and whether memory follows.
+fn stops_in_time(written: u64) -> (StopReason, bool) {
+    let wish = Wish::downtime(MS * 300);
+    let mut source = Source::new(Strategy::PRECOPY, &[spec(MEMORY, 64 << 10)], wish, MS).unwrap();
+    source.memory_may_follow();
+    begin(&mut source);
+    settle(&mut source);
+    for second in 1..100 {
+        pass(&mut source, second, &[(0, written)]);
+        for step in 0..20 {
+            match source.advise(MS * (1000 * second + 50 * step)) {
+                Advice::Send => drop(settle(&mut source)),
+                Advice::Stop(reason) => return (reason, source.memory_follows()),
+                _ => {}
+            }
+        }
+    }
+    panic!("it is never stopped: {:?}", source.left(MS * 100_000));
+}
+
+#[test]
+fn memory_follows_only_a_guest_that_writes_too_fast() {
+    // 2 MB/s of 10 MB/s.
+    assert_eq!(stops_in_time(500), (StopReason::WithinLimit, false));
+    // 80 MB/s: nothing of it has to be there at the stop, which is as short as requested.
+    assert_eq!(stops_in_time(20_000), (StopReason::WithinLimit, true));
 }

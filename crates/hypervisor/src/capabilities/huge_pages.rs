@@ -35,7 +35,7 @@ pub(super) fn free() -> io::Result<BTreeMap<u32, u64>> {
 }
 
 /// Returns the bytes that a guest has in huge pages, by the size of a page in MiB.
-fn needed(guest: &GuestDescription) -> BTreeMap<u32, u64> {
+pub(super) fn needed(guest: &GuestDescription) -> BTreeMap<u32, u64> {
     let mut needed = BTreeMap::new();
     let Some(hardware) = &guest.hardware else {
         return needed;

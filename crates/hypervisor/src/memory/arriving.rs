@@ -8,7 +8,8 @@
 //! neither missing nor written are zero: QEMU asks for those as well, and gets the answer here.
 //! QEMU fails if it gets a page twice, so each page is given once.
 
-use super::incoming::{IncomingError, Loaded, POLL, connect, is_loaded, reason};
+use super::incoming::{IncomingError, Loaded, POLL, POSTCOPY, connect, is_loaded, reason};
+use super::source::set_capabilities;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use longhaul_qemu_stream::return_path::{self, Message};
@@ -138,15 +139,18 @@ impl Arriving {
 
     /// Goes on with a QEMU whose post-copy is paused because its socket broke, or breaks now: lets
     /// it listen at `path` again. `missing` are the pages that were missing when the guest was
-    /// loaded; QEMU says which of them have arrived.
+    /// loaded; QEMU says which of them have arrived. Returns `None` if QEMU has all of them, and
+    /// has ended its post-copy.
     pub async fn recover(
         qmp: &Qmp,
         path: &Path,
         prelude: &Prelude,
         missing: &[Missing],
-    ) -> Result<Self, IncomingError> {
+    ) -> Result<Option<Self>, IncomingError> {
         let recovering = async {
-            until_paused(qmp).await?;
+            if !until_paused(qmp).await? {
+                return Ok(None);
+            }
             let arguments = json!({"uri": format!("unix:{}", path.display())});
             qmp.execute("migrate-recover", arguments, COMMAND_TIMEOUT)
                 .await?;
@@ -166,10 +170,10 @@ impl Arriving {
                     return Err(IncomingError::Ended);
                 }
             }
-            Ok(arriving)
+            Ok(Some(arriving))
         };
         match tokio::time::timeout(RECOVER_TIMEOUT, recovering).await {
-            Ok(Ok(arriving)) => Ok(arriving),
+            Ok(Ok(recovered)) => Ok(recovered),
             Ok(Err(error)) => Err(reason(qmp, error).await),
             Err(_) => Err(reason(qmp, IncomingError::Timeout(RECOVER_TIMEOUT)).await),
         }
@@ -375,9 +379,12 @@ impl Arriving {
         Writer::end(&mut self.out);
         self.flush().await?;
         match tokio::time::timeout(END_TIMEOUT, self.ended()).await {
-            Ok(ended) => ended,
-            Err(_) => Err(reason(&self.qmp, IncomingError::Timeout(END_TIMEOUT)).await),
+            Ok(ended) => ended?,
+            Err(_) => return Err(reason(&self.qmp, IncomingError::Timeout(END_TIMEOUT)).await),
         }
+        // The next move of the guest begins without it.
+        let off = std::iter::once((POSTCOPY, false));
+        Ok(set_capabilities(&self.qmp, off).await?)
     }
 
     async fn ended(&mut self) -> Result<(), IncomingError> {
@@ -392,12 +399,13 @@ impl Arriving {
     }
 }
 
-/// Waits until QEMU has noticed that its socket broke.
-async fn until_paused(qmp: &Qmp) -> Result<(), IncomingError> {
+/// Waits until QEMU has noticed that its socket broke. Returns false if it needed it no more.
+async fn until_paused(qmp: &Qmp) -> Result<bool, IncomingError> {
     loop {
         let status = qmp.query("query-migrate").await?;
         match status["status"].as_str() {
-            Some("postcopy-paused") => return Ok(()),
+            Some("postcopy-paused") => return Ok(true),
+            Some("completed") => return Ok(false),
             Some("postcopy-active" | "postcopy-recover") => tokio::time::sleep(POLL).await,
             other => {
                 let state = other.unwrap_or("not migrating").to_owned();

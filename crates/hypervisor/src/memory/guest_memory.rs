@@ -346,6 +346,27 @@ impl GuestMemory {
         Ok(())
     }
 
+    /// Returns the block and the page in it at an address of QEMU's.
+    pub(super) fn place_of(&self, address: u64) -> Option<(usize, u64)> {
+        let mut blocks = self.blocks.iter().enumerate();
+        blocks.find_map(|(index, block)| {
+            let offset = address.checked_sub(block.address?)?;
+            let page = offset / BLOCK_SIZE as u64;
+            (offset < block.used_bytes).then_some((index, page))
+        })
+    }
+
+    /// Returns the parts of a block that are known to be zero because they were never used. Fewer
+    /// where that is not known.
+    pub fn unused(&self, block: usize) -> Vec<BlockRange> {
+        let found = self.blocks.get(block).filter(|block| block.anonymous);
+        let place = found.and_then(|found| Some((found.address?, found.blocks())));
+        match (&self.page_map, place) {
+            (Some(map), Some((address, blocks))) => map.unused(address, blocks),
+            _ => Vec::new(),
+        }
+    }
+
     /// Returns whether a piece of a block is known to be zero because it was never used.
     fn is_unused(&self, block: usize, piece: &RemoteIoVec) -> bool {
         // A short piece is faster to read than to query.

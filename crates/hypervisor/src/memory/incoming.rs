@@ -22,6 +22,8 @@ use tokio::net::UnixStream;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time limit for QEMU to load the devices.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
+/// QEMU's capability for guests that run before all of their RAM has arrived.
+pub(super) const POSTCOPY: &str = "postcopy-ram";
 pub(super) const POLL: Duration = Duration::from_millis(2);
 /// The maximum length of a bitmap from QEMU: none is expected without a pause of post-copy.
 const BITMAP_BYTES_MAX: u64 = 0;
@@ -98,6 +100,12 @@ impl Incoming {
         Ok(incoming)
     }
 
+    /// Checks whether a QEMU that was started with `-incoming defer` can run its guest before all
+    /// of its RAM has arrived, which needs userfaultfd.
+    pub async fn can_run_early(qmp: &Qmp) -> Result<(), SourceError> {
+        set_capabilities(qmp, std::iter::once((POSTCOPY, true))).await
+    }
+
     /// As [`Self::start`], for a guest that may run before all of its RAM has arrived
     /// ([`Self::load_without`]). All of it must have pages of 4 KiB. QEMU refuses where it cannot
     /// use userfaultfd.
@@ -106,7 +114,7 @@ impl Incoming {
         path: &Path,
         prelude: &[u8],
     ) -> Result<Self, IncomingError> {
-        let both = [("late-block-activate", true), ("postcopy-ram", true)];
+        let both = [("late-block-activate", true), (POSTCOPY, true)];
         let mut incoming = Self::open(qmp, path, prelude, both.into_iter()).await?;
         let (commands, section) = prelude.split_at(incoming.prelude.commands);
         let mut begin = commands.to_vec();
@@ -128,16 +136,7 @@ impl Incoming {
         prelude: &[u8],
         capabilities: impl Iterator<Item = (&str, bool)>,
     ) -> Result<Self, IncomingError> {
-        let mut parser = Parser::new(Limits::default());
-        let mut input = prelude;
-        let parsed = match parser.next(&mut input)? {
-            Some(Event::Prelude(parsed)) if input.is_empty() => parsed,
-            _ => {
-                return Err(IncomingError::Content(
-                    "it does not begin with a list of RAM blocks",
-                ));
-            }
-        };
+        let (parser, parsed) = parse(prelude)?;
         set_capabilities(qmp, capabilities).await?;
         let uri = format!("unix:{}", path.display());
         listen(qmp, &uri).await?;
@@ -174,6 +173,11 @@ impl Incoming {
                 }
             }
         }
+    }
+
+    /// Returns the head of the stream.
+    pub fn prelude(&self) -> &Prelude {
+        &self.prelude
     }
 
     /// Sends QEMU the tail, and waits until it has loaded everything and is paused.
@@ -293,6 +297,23 @@ impl Incoming {
             () = written => Err(IncomingError::Ended),
         }
     }
+}
+
+/// Reads the head of a stream, up to and including its list of RAM blocks.
+fn parse(prelude: &[u8]) -> Result<(Parser, Prelude), IncomingError> {
+    let mut parser = Parser::new(Limits::default());
+    let mut input = prelude;
+    match parser.next(&mut input)? {
+        Some(Event::Prelude(parsed)) if input.is_empty() => Ok((parser, parsed)),
+        _ => Err(IncomingError::Content(
+            "it does not begin with a list of RAM blocks",
+        )),
+    }
+}
+
+/// Returns the head of a stream, up to and including its list of RAM blocks.
+pub fn read_prelude(prelude: &[u8]) -> Result<Prelude, IncomingError> {
+    Ok(parse(prelude)?.1)
 }
 
 /// Returns whether QEMU has loaded the guest: it is paused, or as it was at the source.

@@ -68,6 +68,7 @@ mod backing;
 mod fingerprints;
 mod guest_memory;
 mod incoming;
+mod named;
 mod outgoing;
 mod places;
 mod reader;
@@ -79,8 +80,9 @@ pub(crate) use address_map::{is_unnamed, shared_files};
 pub use arriving::{Arriving, ArrivingEvent, Missing, Request};
 pub(crate) use guest_memory::KEPT_BLOCK_BYTES_MAX;
 pub use guest_memory::{AccessError, AttachError, GuestMemory, MemoryBlock};
-pub use incoming::{Incoming, IncomingError, Loaded};
+pub use incoming::{Incoming, IncomingError, Loaded, read_prelude};
 pub use longhaul_qemu_stream::{Prelude, RamBlock};
+pub use named::Layout;
 pub use outgoing::{
     Dirty, Event, Frozen, MARGIN_PAGES, Outgoing, OutgoingError, Progress, Written,
 };

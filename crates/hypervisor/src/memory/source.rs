@@ -464,6 +464,8 @@ pub async fn resume(qmp: &Qmp, how: Continuation) -> Result<(), SourceError> {
     let run = how != Continuation::Stopped;
     let start = Instant::now();
     let mut status = migration_state(qmp).await?;
+    // A guest whose memory follows runs meanwhile, and a cancelled post-copy would end it.
+    let is_over = |status: &str| is_over(status) || status.starts_with("postcopy-");
     if !is_over(&status) {
         qmp.query("migrate_cancel").await?;
     }

@@ -4,7 +4,7 @@
 //! Anonymous memory has no page until its first access. Linux reports for each page of a process
 //! whether it exists, in `/proc/PID/pagemap`.
 
-use longhaul_protocol::BLOCK_SIZE;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -48,6 +48,41 @@ impl PageMap {
     }
 }
 
+/// The number of pages that [`PageMap::unused`] queries at once, and of which it looks for whole
+/// groups.
+const PAGES_AT_ONCE: usize = 8192;
+const GROUP_PAGES: usize = 64;
+
+impl PageMap {
+    /// Returns the unused pages from `start` on, in whole groups of 64, as ranges of pages counted
+    /// from there. Stops where something is unknown.
+    pub(crate) fn unused(&self, start: u64, pages: u64) -> Vec<BlockRange> {
+        let mut entries = vec![0; PAGES_AT_ONCE * ENTRY_BYTES];
+        let mut unused: Vec<BlockRange> = Vec::new();
+        let first = start / BLOCK_SIZE as u64;
+        let mut page = 0;
+        while page < pages {
+            let count = (pages - page).min(PAGES_AT_ONCE as u64);
+            let entries = &mut entries[..count as usize * ENTRY_BYTES];
+            let at = (first + page) * ENTRY_BYTES as u64;
+            if self.0.read_exact_at(entries, at).is_err() {
+                break;
+            }
+            for group in entries.as_chunks().0.chunks(GROUP_PAGES) {
+                let held = |entry: &[u8; ENTRY_BYTES]| u64::from_le_bytes(*entry) & HELD != 0;
+                if group.len() == GROUP_PAGES && !group.iter().any(held) {
+                    match unused.last_mut().filter(|range| range.end() == page) {
+                        Some(range) => range.count += GROUP_PAGES as u64,
+                        None => unused.push(BlockRange::new(page, GROUP_PAGES as u64)),
+                    }
+                }
+                page += group.len() as u64;
+            }
+        }
+        unused
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -64,6 +99,15 @@ mod tests {
         memory[1000 * BLOCK_SIZE] = 1;
         assert!(!map.is_unused(start, 2000 * PAGE));
         assert!(map.is_unused(start, PAGE));
+        let first = (start - memory.as_ptr() as u64) as usize;
+        memory[first + 6400 * BLOCK_SIZE] = 1;
+        let unused = map.unused(start, 10_000);
+        let is_unused = |page: u64| unused.iter().any(|it| (it.start..it.end()).contains(&page));
+        let held = (memory.as_ptr() as u64 + 1000 * PAGE - start) / PAGE;
+        assert!(!is_unused(held) && !is_unused(6400), "{unused:?}");
+        // A huge page may be in use around them.
+        assert!(is_unused(3000) && is_unused(9983), "{unused:?}");
+        assert!(!is_unused(9984), "no whole group");
         drop(memory);
     }
 

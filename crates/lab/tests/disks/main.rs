@@ -62,9 +62,9 @@ fn there_and_back(version: &str) {
     let bytes = &back.bytes;
     assert!(bytes.kept_bytes > Some(IDLE_BYTES / 2), "{bytes:?}");
     assert!(bytes.rejected_bytes > Some(IDLE_BYTES / 4), "{bytes:?}");
-    stage.moves(0, "hybrid");
+    stage.moves_all(0, "hybrid");
     assert!(allocated(stage.image(1)) < DISK_BYTES + (1 << 20));
-    stage.moves(1, "postcopy");
+    stage.moves_all(1, "postcopy");
     stage.judge(0);
 }
 

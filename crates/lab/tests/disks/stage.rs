@@ -274,8 +274,17 @@ impl Stage {
     }
 
     pub(crate) fn moves(&self, from: usize, how: &str) -> Report {
+        self.moves_with(from, how, &[])
+    }
+
+    /// Moves its memory and its disks by one strategy.
+    pub(crate) fn moves_all(&self, from: usize, how: &str) -> Report {
+        self.moves_with(from, how, &["--strategy", how])
+    }
+
+    fn moves_with(&self, from: usize, how: &str, more: &[&str]) -> Report {
         let to = self.lab.host(1 - from).unwrap();
-        let words = ["--disks", how, "--verify"];
+        let words = [&["--disks", how, "--verify"], more].concat();
         let moving = self.product.migrate(from, GUEST, to, &words).unwrap();
         let finished = moving.finish(LIMIT).unwrap();
         assert!(finished.completed(), "{}\n{}", finished.why(), self.logs());

@@ -11,7 +11,8 @@ use crate::cli::whole_ms;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use longhaul_api::{
-    BaseChoice, CompressionChoice, Convergence, DeltaCache, DiskChoice, Scope, StopRule, TooFast,
+    BaseChoice, CompressionChoice, Convergence, DeltaCache, DiskChoice, Scope, StopRule, Strategy,
+    TooFast,
 };
 use longhaul_image::ImageName;
 use longhaul_image::store::Place;
@@ -333,6 +334,11 @@ pub(crate) struct Wishes {
     /// Send no faster than this, for example 80mbit
     #[arg(long, value_name = "RATE", value_parser = parse_bit_rate)]
     pub(crate) bandwidth: Option<u64>,
+    /// When its memory is sent: before the switchover (`precopy`); once before it, and what was
+    /// written since then while it runs at the destination (`hybrid`); all of it then (`postcopy`);
+    /// or before it, unless the guest writes too fast for the downtime (`auto`)
+    #[arg(long, value_name = "HOW", default_value_t)]
+    pub(crate) strategy: Strategy,
     /// Release the guest as soon as it is stopped: a round trip less downtime, but in doubt for
     /// longer if the link breaks
     #[arg(long)]

@@ -8,7 +8,7 @@ use crate::cli::paint::{Line, Tone};
 use crate::cli::self_test;
 use longhaul_api::{Client, Host, Probe, Realm, RealmStanding};
 use longhaul_hypervisor::Accelerator;
-use longhaul_hypervisor::capabilities::Prober;
+use longhaul_hypervisor::capabilities::{Capabilities, Prober, USERFAULTFD_HINT};
 use longhaul_hypervisor::config::{HostConfig, Network, RunsAsRoot};
 use longhaul_hypervisor::tested;
 use longhaul_migration::host::config::Config;
@@ -168,6 +168,10 @@ async fn emulators(config: &HostConfig, findings: &mut Vec<Finding>) {
     };
     let prober = Prober::new(Arc::new(config));
     let asked = timeout(PROBE_WITHIN, prober.capabilities()).await;
+    let keeps = match &asked {
+        Ok(Ok(capabilities)) => memory_may_follow(&prober, capabilities).await,
+        _ => None,
+    };
     // The folder is for the prober alone.
     let _ = std::fs::remove_dir_all(&folder);
     let install = "install QEMU (Debian: apt install qemu-system-x86), or name it under \
@@ -206,6 +210,23 @@ async fn emulators(config: &HostConfig, findings: &mut Vec<Finding>) {
         ),
         (None, _) => Finding::good("accelerator", "tcg, as configured"),
     });
+    findings.extend(keeps);
+}
+
+/// Returns whether the memory of guests may follow them here (`--strategy hybrid`, `postcopy`).
+async fn memory_may_follow(prober: &Prober, capabilities: &Capabilities) -> Option<Finding> {
+    let what = "userfaultfd";
+    let emulator = capabilities.emulators.get(&capabilities.default)?;
+    let machine = emulator.machine_types.keys().next()?;
+    let asked = timeout(PROBE_WITHIN, prober.keeps_memory_from_following(machine)).await;
+    Some(match asked {
+        Ok(None) => Finding::good(what, "memory can follow a guest to this host"),
+        Ok(Some(why)) => {
+            let text = format!("memory cannot follow a guest to this host: {why}");
+            Finding::not(what, State::Warning, text, USERFAULTFD_HINT)
+        }
+        Err(_) => return None,
+    })
 }
 
 /// Returns the user that QEMU runs as, unless that is the agent's.

@@ -57,6 +57,7 @@ pub(super) fn start(args: &MigrateArgs, guest: String, group: Option<String>) ->
         to: args.to.clone(),
         downtime_ms: whole_ms(args.wishes.downtime),
         bandwidth_bps: args.wishes.bandwidth,
+        strategy: args.wishes.strategy,
         verify: args.verify,
         patience_ms: whole_ms(args.patience),
         early_release: args.wishes.early_release,

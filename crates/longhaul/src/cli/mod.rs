@@ -352,6 +352,7 @@ async fn plan(client: &Client, output: &Output, args: PlanArgs) -> Result<u8, Cl
         to: args.to,
         downtime_ms: whole_ms(args.wishes.downtime),
         bandwidth_bps: args.wishes.bandwidth,
+        strategy: args.wishes.strategy,
         early_release: args.wishes.early_release,
         require_arbiter: args.wishes.require_arbiter,
         convergence: args.wishes.ending.convergence(),

@@ -326,6 +326,7 @@ impl Agent {
             to: to.name.to_owned(),
             downtime_ms: 300,
             bandwidth_bps: None,
+            strategy: Default::default(),
             verify: true,
             patience_ms: 60_000,
             early_release: false,

@@ -15,6 +15,7 @@ mod prepare;
 use crate::carrier::CarrierError;
 use crate::channel::TalkError;
 use crate::destination::Destination;
+use crate::destination::arriving_memory::{self, ArrivingMemory, MemoryNews};
 use crate::destination::call::Call;
 use crate::destination::companion::Companions;
 use crate::destination::handle::{AttemptHandle, Called, Present};
@@ -30,7 +31,7 @@ use longhaul_attempt::destination::{Event, FromSource};
 use longhaul_codec::unpack;
 use longhaul_engine::handover::DestinationState;
 use longhaul_protocol::Epoch;
-use longhaul_protocol::disk::OfferedDisk;
+use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
 use longhaul_protocol::message::{self, Offer, ToDestination, ToSource};
@@ -52,12 +53,12 @@ const STEP_EVERY: Duration = Duration::from_secs(1);
 pub(crate) async fn receive(
     context: Arc<Destination>,
     mut call: Call,
-    (offer, disks): (Offer, Vec<OfferedDisk>),
+    (offer, disks, follows): (Offer, Vec<OfferedDisk>, Pulled),
     files: Option<Vec<FileClaim>>,
 ) {
     let peer = call.control.peer().host.clone();
     let span = (offer.migration, offer.guest.name.clone());
-    let offered = (offer, disks.as_slice());
+    let offered = (offer, disks.as_slice(), follows);
     let prepared = prepare::prepare(&context, &mut call, offered, files.as_deref());
     let (task, bulk) = match prepared.await {
         Ok(prepared) => prepared,
@@ -95,6 +96,8 @@ struct DestinationAttempt {
     /// The number of bytes of device state that were sent early, and in all, from `Complete`.
     tail_bytes: Option<(u32, u32)>,
     loading: Option<JoinHandle<Result<(), DestinationQemuError>>>,
+    /// The memory that follows, once QEMU loads the guest, and the news of it.
+    memory: Option<Following>,
     /// Whether everything is here, so that frames change nothing any more.
     sealed: bool,
     /// Whether everything that was received of disks is durable.
@@ -117,6 +120,24 @@ struct DestinationAttempt {
     reservation: Reservation,
 }
 
+/// The memory of a guest that follows.
+pub(crate) struct Following {
+    pub(crate) memory: Arc<ArrivingMemory>,
+    pub(crate) news: mpsc::UnboundedReceiver<MemoryNews>,
+}
+
+/// Waits for news of memory that follows.
+pub(crate) async fn next_news(following: &mut Option<Following>) -> MemoryNews {
+    let news = match following {
+        Some(following) => following.news.recv().await,
+        None => None,
+    };
+    match news {
+        Some(news) => news,
+        None => std::future::pending().await,
+    }
+}
+
 /// How a bulk connection ended.
 pub(crate) enum BulkEnd {
     Lost(CarrierError),
@@ -129,6 +150,7 @@ enum Happened {
     Message(Result<ToDestination, TalkError>),
     Call(Option<Box<Called>>),
     Bulk(BulkEnd),
+    Memory(MemoryNews),
     Everything,
     Loaded(Result<(), DestinationQemuError>),
     Settled(Result<(), String>),
@@ -177,7 +199,7 @@ impl DestinationAttempt {
                     self.pace.was_away(away);
                 }
                 self.connected(call, epoch, bulk);
-                true
+                self.ask_again()
             }
             Err(error) => {
                 tracing::info!(%error, "the source cannot come back");
@@ -223,6 +245,7 @@ impl DestinationAttempt {
                 self.bulk = None;
                 Happened::Bulk(end.unwrap_or_else(|error| BulkEnd::Broken(error.to_string(), None)))
             }
+            news = next_news(&mut self.memory) => Happened::Memory(news),
             () = receiving.completed(), if ready_to_load => Happened::Everything,
             loaded = join(&mut self.loading) => {
                 self.loading = None;
@@ -280,6 +303,7 @@ impl DestinationAttempt {
                 self._broken = bulk;
                 self.abort(reason).await;
             }
+            Happened::Memory(news) => self.of_memory(news).await,
             Happened::Everything => self.tell(Event::Everything).await,
             Happened::Loaded(loaded) => self.loaded(loaded).await,
             Happened::Settled(settled) => {
@@ -457,8 +481,39 @@ impl DestinationAttempt {
         block_in_place(|| receiving.seal());
         let tail = self.tail();
         let tail = tail.map_err(|reason| format!("the source breaks the protocol: {reason}"))?;
-        self.loading = Some(tokio::spawn(self.inbound.load(tail)));
+        let state = self.context.parts.config.state.clone();
+        let serving = (self.inbound.follows() != Pulled::Nothing).then(|| {
+            let (memory, serving, news) = arriving_memory::hold();
+            self.inbound.receiving().memory_follows(memory.clone());
+            self.memory = Some(Following { memory, news });
+            serving
+        });
+        self.loading = Some(tokio::spawn(self.inbound.load(tail, state, serving)));
         Ok(())
+    }
+
+    /// Passes on what QEMU asks for.
+    async fn of_memory(&mut self, news: MemoryNews) {
+        match news {
+            MemoryNews::Want(region, range) => {
+                let ranges = vec![range];
+                self.send(ToSource::Want { region, ranges }).await;
+            }
+            MemoryNews::Whole => {}
+            MemoryNews::Gone(why) => {
+                tracing::error!(migration = %self.offer.migration, why, "its memory is stuck");
+            }
+        }
+    }
+
+    /// Asks for what QEMU waits for again, over a new connection. Returns false if that is lost.
+    fn ask_again(&mut self) -> bool {
+        let asked = self.memory.as_ref().map(|it| it.memory.asked());
+        let mut asked = asked.unwrap_or_default().into_iter();
+        asked.all(|(region, range)| {
+            let ranges = vec![range];
+            self.post(ToSource::Want { region, ranges }).is_none()
+        })
     }
 
     async fn loaded(&mut self, loaded: Result<(), DestinationQemuError>) {

@@ -2,7 +2,7 @@
 
 use crate::destination::Destination;
 use crate::destination::companion::About;
-use longhaul_hypervisor::capabilities::can_run;
+use longhaul_hypervisor::capabilities::{USERFAULTFD_HINT, can_run, has_huge_pages};
 use longhaul_hypervisor::config::RunsAsRoot;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
@@ -26,6 +26,30 @@ impl Destination {
             return self.checks_now(guest, machine, without_disks).await;
         }
         answer
+    }
+
+    /// Returns a refusal if the memory of a guest cannot follow when it runs here.
+    pub(crate) async fn may_follow(&self, guest: &GuestDescription) -> Option<Check> {
+        let (why, hint) = match has_huge_pages(guest) {
+            true => {
+                let why = "it has pages above 4 KiB".to_owned();
+                (why, "leave out --strategy".to_owned())
+            }
+            false => {
+                let prober = &self.parts.prober;
+                let why = prober.keeps_memory_from_following(&guest.machine).await?;
+                (why, format!("{USERFAULTFD_HINT}; or leave out --strategy"))
+            }
+        };
+        let host = &self.parts.config.name;
+        Some(Check {
+            verdict: Verdict::Refused,
+            text: format!(
+                "the memory of {} cannot follow it to {host}: {why}",
+                guest.name
+            ),
+            hint: Some(hint),
+        })
     }
 
     async fn checks_now(

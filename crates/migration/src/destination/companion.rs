@@ -27,7 +27,7 @@ use crate::disks::images::Place;
 use crate::status::migration::Entry;
 use longhaul_hypervisor::disk::base::Base;
 use longhaul_protocol::Generation;
-use longhaul_protocol::disk::OfferedDisk;
+use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::flows::Flows;
 use longhaul_protocol::guest::GuestDescription;
@@ -61,6 +61,8 @@ pub(crate) struct Offered<'a> {
     pub(crate) peer: &'a TrustedHost,
     pub(crate) offer: Offer,
     pub(crate) disks: &'a [OfferedDisk],
+    /// The part of its memory that may follow when it runs here.
+    pub(crate) follows: Pulled,
     /// The source's claims about files that do not move.
     pub(crate) claims: Option<&'a [FileClaim]>,
     /// The paths of the disks' images.

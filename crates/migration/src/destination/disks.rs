@@ -30,6 +30,8 @@ pub(crate) const NEWS_MAX: usize = 1 << 16;
 pub(crate) struct Disks {
     epoch: Epoch,
     disks: BTreeMap<RegionId, Arriving>,
+    /// Whether nothing is written to the images any more: their exports have them.
+    sealed: bool,
     failure: Option<String>,
 }
 
@@ -179,6 +181,7 @@ impl Disks {
         Self {
             epoch: Epoch(1),
             disks: disks.collect(),
+            sealed: false,
             failure: None,
         }
     }
@@ -212,6 +215,7 @@ impl Disks {
         Self {
             epoch: Epoch(1),
             disks: disks.collect(),
+            sealed: false,
             failure: None,
         }
     }
@@ -288,6 +292,7 @@ impl Disks {
         match self.disks.get(&id.region) {
             // The export decides.
             Some(disk) if disk.puller.is_some() => epoch == self.epoch,
+            Some(_) if self.sealed => false,
             Some(disk) => disk.presence.accepts(epoch, id.block, seq),
             None => true,
         }
@@ -403,6 +408,7 @@ impl Disks {
 
     /// Ends writing, and makes everything durable.
     pub(crate) fn seal(&mut self) {
+        self.sealed = true;
         for disk in self.disks.values_mut() {
             if let Some(growing) = &disk.growing
                 && let Err(why) = growing.end(&disk.disk, &disk.presence)
@@ -525,6 +531,7 @@ mod tests {
         let disks = Disks {
             epoch: Epoch(1),
             disks: BTreeMap::from([(REGION, arriving)]),
+            sealed: false,
             failure: None,
         };
         (folder, disks)

@@ -9,7 +9,7 @@ use crate::disks::{base_images, images};
 use crate::limits::peer_quota;
 use longhaul_network::member::{GossipError, suite_of};
 use longhaul_overlay::seal::Suite;
-use longhaul_protocol::disk::OfferedDisk;
+use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{
     Check, DisksOffer, FilesOffer, FilesQuery, PortsOffer, PortsQuery, Query, ToDestination,
@@ -137,6 +137,7 @@ async fn dispatch(
                 ports,
                 disks,
                 generation,
+                memory,
             } = *asked;
             let FilesQuery { mut query, files } = asked;
             port::put(&mut query.guest, ports);
@@ -144,30 +145,37 @@ async fn dispatch(
                 query: &query,
                 disks: &disks,
                 generation: Some(generation),
+                memory,
             };
             answer_files(&context, call, asked, &files).await
         }
         ToDestination::Offer(offer) => {
-            attempt::receive(context, call, (*offer, Vec::new()), None).await;
+            let offered = (*offer, Vec::new(), Pulled::Nothing);
+            attempt::receive(context, call, offered, None).await;
             Ok(())
         }
         ToDestination::OfferDisks(offered) => {
             let DisksOffer { offer, disks } = *offered;
-            attempt::receive(context, call, (offer, disks), None).await;
+            attempt::receive(context, call, (offer, disks, Pulled::Nothing), None).await;
             Ok(())
         }
         ToDestination::OfferFiles(offered) => {
             let FilesOffer { offer, files } = *offered;
             let DisksOffer { offer, disks } = offer;
-            attempt::receive(context, call, (offer, disks), Some(files)).await;
+            let offered = (offer, disks, Pulled::Nothing);
+            attempt::receive(context, call, offered, Some(files)).await;
             Ok(())
         }
         ToDestination::OfferPorts(offered) => {
-            let PortsOffer { offered, ports } = *offered;
+            let PortsOffer {
+                offered,
+                ports,
+                memory,
+            } = *offered;
             let FilesOffer { offer, files } = offered;
             let DisksOffer { mut offer, disks } = offer;
             port::put(&mut offer.guest, ports);
-            attempt::receive(context, call, (offer, disks), Some(files)).await;
+            attempt::receive(context, call, (offer, disks, memory), Some(files)).await;
             Ok(())
         }
         ToDestination::Resume {
@@ -197,6 +205,8 @@ struct Inquiry<'a> {
     disks: &'a [OfferedDisk],
     /// The generation of the right to run it, if the source tells it.
     generation: Option<Generation>,
+    /// The part of its memory that may follow.
+    memory: Pulled,
 }
 
 impl<'a> Inquiry<'a> {
@@ -206,6 +216,7 @@ impl<'a> Inquiry<'a> {
             query,
             disks: &[],
             generation: None,
+            memory: Pulled::Nothing,
         }
     }
 }
@@ -239,6 +250,7 @@ async fn answer_query(
         query: Query { guest, machine },
         disks,
         generation,
+        memory,
     } = asked;
     let peer = call.control.peer().host.clone();
     let brings = Bringing::by(call.control.peer().version);
@@ -250,6 +262,9 @@ async fn answer_query(
     let mut answer = context.local_checks(guest, machine, false).await;
     let misfits = block_in_place(|| images::misfits(context, guest, disks));
     answer.checks.extend(misfits);
+    if memory != Pulled::Nothing {
+        answer.checks.extend(context.may_follow(guest).await);
+    }
     let sends = may_send(&call.control, &answer.host).err();
     let refusals = block_in_place(|| {
         let mut refusals = peer_quota::outlook(context, &peer, guest, generation);

@@ -1,9 +1,9 @@
-//! A guest that runs here while a part of its disks is still at its source: from the commit, or the
-//! start of an agent, until all blocks are here.
+//! A guest that runs here while a part of its disks or of its memory is still at its source: from
+//! the commit, or the start of an agent, until all blocks are here.
 //!
 //! ```text
 //! source connects (Resume) -> Resumed -> Committed, Missing for each disk -> frames to the exports
-//!    exports: Want, Superseded ->                    <- Unreadable
+//!    exports, QEMU: Want; exports: Superseded ->     <- Unreadable
 //! [all blocks are here: compared with the source, except those that the guest has written]
 //! all blocks are here, durably: journal ALL-PRESENT -> AllPresent -> the disk exports are removed
 //! ```
@@ -14,17 +14,20 @@
 
 mod connection;
 mod give_up;
+mod memory;
 mod notes;
 mod progress;
 mod verify;
 
 use crate::channel::TalkError;
 use crate::destination::Destination;
-use crate::destination::attempt::{BulkEnd, join, next_message};
+use crate::destination::arriving_memory::MemoryNews;
+use crate::destination::attempt::{BulkEnd, Following, join, next_message};
 use crate::destination::call::Call;
 use crate::destination::companion::Companions;
 use crate::destination::disks::{self, Disks, NEWS_MAX};
 use crate::destination::fetch::give_up::GivingUp;
+use crate::destination::fetch::memory::{FetchedMemory, next_of_memory};
 use crate::destination::fetch::verify::Question;
 use crate::destination::fetch_client::{FetchClient, News};
 use crate::destination::handle::{AttemptHandle, Called, Present};
@@ -72,6 +75,10 @@ pub(crate) struct Begun {
     pub(crate) present: Present,
     /// The source's current connection.
     pub(crate) call: Option<Call>,
+    /// The source's current connection for blocks, where it goes on to send memory over it.
+    pub(crate) bulk: Option<JoinHandle<BulkEnd>>,
+    /// The memory that follows, where it is known from the attempt.
+    pub(crate) memory: Option<Following>,
     pub(crate) clock: Option<JoinHandle<Option<GuestClock>>>,
     pub(crate) running: Option<JoinHandle<()>>,
     pub(crate) companions: Companions,
@@ -82,6 +89,8 @@ pub(crate) struct Fetch {
     context: Arc<Destination>,
     begun: Begun,
     disks: BTreeMap<RegionId, Fetched>,
+    /// The memory that follows, if any does.
+    memory: Option<FetchedMemory>,
     news: (mpsc::Sender<News>, mpsc::Receiver<News>),
     /// How often the exports were connected to. News of earlier connections are ignored.
     connections: u64,
@@ -129,23 +138,26 @@ enum Happened {
     Message(Result<ToDestination, TalkError>),
     Bulk(BulkEnd),
     News(Option<News>),
+    Memory(MemoryNews),
     Timeout,
     Resolved(Resolve),
     Retry,
 }
 
 impl Fetch {
-    pub(crate) fn new(context: Arc<Destination>, begun: Begun) -> Self {
+    pub(crate) fn new(context: Arc<Destination>, mut begun: Begun) -> Self {
         let now = Instant::now();
+        let bulk = begun.bulk.take();
         let asked = begun.entry.as_ref().map(|entry| entry.resolutions());
         Self {
             context,
             giving_up: GivingUp::of(begun.handover.ledger.journal.records(), asked),
             begun,
             disks: BTreeMap::new(),
+            memory: None,
             news: mpsc::channel(NEWS_MAX),
             connections: 0,
-            bulk: None,
+            bulk,
             caller: None,
             offered: None,
             troubled: false,
@@ -176,6 +188,7 @@ impl Fetch {
         self.find();
         self.listen().await;
         drive_destination(&mut self).await;
+        self.whole().await;
         while !self.over() {
             match self.wait().await {
                 Happened::Call(Some(call)) => self.called(call.0, call.1).await,
@@ -192,6 +205,7 @@ impl Fetch {
                 Happened::Bulk(BulkEnd::Broken(why, _)) => self.pause(&why),
                 Happened::News(Some(news)) => self.told(news).await,
                 Happened::News(None) => {}
+                Happened::Memory(news) => self.of_memory(news).await,
                 Happened::Timeout => time_destination(&mut self).await,
                 Happened::Resolved(resolve) => self.resolved(resolve).await,
                 Happened::Retry => self.retry().await,
@@ -228,15 +242,17 @@ impl Fetch {
                 Happened::Bulk(end.unwrap_or_else(|error| BulkEnd::Broken(error.to_string(), None)))
             }
             news = self.news.1.recv() => Happened::News(news),
+            news = next_of_memory(&mut self.memory) => Happened::Memory(news),
             resolve = self.giving_up.asked() => Happened::Resolved(resolve),
             () = until(timeout) => Happened::Timeout,
             () = until(Some(again)) => Happened::Retry,
         }
     }
 
-    /// Connects to the disk exports. They report their state and what they want over the new
-    /// connections.
+    /// Connects to the disk exports, and to QEMU where memory follows. They report their state and
+    /// what they want over the new connections.
     async fn listen(&mut self) {
+        self.serve_memory().await;
         let state = self.context.parts.config.state.clone();
         if let Err(error) = exports::keep_answering(&state, self.guest()).await {
             return self.pause(&error.to_string());
@@ -257,6 +273,13 @@ impl Fetch {
         if let Some(why) = failed {
             self.pause(&why);
         }
+    }
+
+    /// Returns whether the disk exports and QEMU take what arrives.
+    fn listens(&self) -> bool {
+        let mut disks = self.disks.values();
+        let memory = self.memory.as_ref();
+        disks.all(|disk| disk.puller.is_some()) && memory.is_none_or(FetchedMemory::listens)
     }
 
     fn disconnect(&mut self) {
@@ -301,7 +324,9 @@ impl Fetch {
 
     /// Creates the receiver of the source's frames.
     fn receiving(&self) -> Result<Arc<Receiving>, String> {
-        let mut regions = Vec::new();
+        let memory = self.memory.as_ref();
+        let mut regions = memory.map_or_else(Vec::new, FetchedMemory::specs);
+        let mut key = memory.map_or([0; 32], |memory| memory.note.digest_key);
         let mut disks = BTreeMap::new();
         for (region, fetched) in &self.disks {
             let Some(puller) = &fetched.puller else {
@@ -320,6 +345,7 @@ impl Fetch {
                 durable: true,
                 starts_zero: true,
             });
+            key = fetched.disk.digest_key;
             let fetched = disks::Fetched {
                 name: name.clone(),
                 blocks,
@@ -332,10 +358,9 @@ impl Fetch {
         let means =
             Means::of_one_that_is_here(&self.context, self.begun.arrival.source, &ledger.host);
         let disks = Disks::pulled(disks);
-        let key = self.disks.values().next().map(|one| one.disk.digest_key);
-        let key = DigestKey(key.unwrap_or_default());
-        let receiving = Receiving::of_disks(&regions, disks, key, means);
-        receiving.map_err(|error| format!("its disks are not those of its move: {error}"))
+        let memory = memory.and_then(FetchedMemory::taker);
+        let receiving = Receiving::of_rest(&regions, disks, memory, DigestKey(key), means);
+        receiving.map_err(|error| format!("its regions are not those of its move: {error}"))
     }
 
     async fn message(&mut self, message: ToDestination) {
@@ -353,7 +378,7 @@ impl Fetch {
         match message {
             ToDestination::Unreadable { region, ranges } => {
                 let Some(fetched) = self.disks.get_mut(&region) else {
-                    return;
+                    return self.memory_is_unreadable(region, &ranges);
                 };
                 let Some(puller) = fetched.puller.clone() else {
                     return;
@@ -486,10 +511,7 @@ impl Fetch {
         self.answer().await;
         let whole = self.is_whole() && !self.is_to_be_compared();
         if whole && *self.state() == (DestinationState::Running { all_present: false }) {
-            tracing::info!(
-                guest = self.guest(),
-                "nothing of its disks is left at the source"
-            );
+            tracing::info!(guest = self.guest(), "nothing of it is left at the source");
             self.tell_core(Event::AllPresent).await;
             // The exports can be removed now.
             self.retry_at -= RETRY_EVERY;
@@ -504,7 +526,7 @@ impl Fetch {
         self.look_and_show();
         self.fill().await;
         self.whole().await;
-        if self.disks.is_empty() && self.lost.is_none() {
+        if self.disks.is_empty() && self.memory.is_none() && self.lost.is_none() {
             // An earlier agent removed the exports, and ended before it recorded ALL-PRESENT.
             self.tell_core(Event::AllPresent).await;
         }
@@ -524,8 +546,7 @@ impl Fetch {
             }
             return;
         }
-        let listens = self.disks.values().all(|fetched| fetched.puller.is_some());
-        if !listens && !self.begun.handover.is_paused() {
+        if !self.listens() && !self.begun.handover.is_paused() {
             // The exports report to this task even without the source.
             self.listen().await;
         }
@@ -533,6 +554,8 @@ impl Fetch {
 
     /// Removes the exports below the disks of the guest's QEMU.
     async fn take_out(&mut self) -> Result<(), FrontError> {
+        // From here on nobody has to ask for its memory again.
+        self.forget_memory();
         // The exports' ends are no trouble: news of these connections are ignored from here on.
         self.connections += 1;
         self.disks

@@ -2,6 +2,7 @@
 //! guest is here.
 
 pub(crate) mod admission;
+pub(crate) mod arriving_memory;
 pub(crate) mod attempt;
 pub(crate) mod call;
 pub(crate) mod checks;
@@ -18,6 +19,7 @@ pub(crate) mod local_content;
 pub(crate) mod qemu;
 pub(crate) mod receiver;
 pub(crate) mod recovered;
+pub(crate) mod store;
 
 use crate::context::Context;
 use crate::destination::closed::Closed;

@@ -1,12 +1,15 @@
 //! The QEMU of an arriving guest: launched, filled, loaded, and resumed or quit.
 
 use crate::context::Context;
+use crate::destination::arriving_memory::{LoadError, Serving};
 use crate::destination::call::ExpectError;
 use crate::destination::disks::Disks;
 use crate::destination::local_content::Kept;
-use crate::destination::receiver::{Receiving, Store};
+use crate::destination::receiver::Receiving;
+use crate::destination::store::Store;
 use crate::disks::exports::{self, Comes, Coming, FrontError};
 use crate::disks::{read_blocks, volumes};
+use crate::host::memory_notes::ArrivingNote;
 use crate::limits::peer_quota::Admission;
 use crate::limits::shared_dedup::{Look, Shown};
 use crate::status::usage::{Meter, Usage};
@@ -14,11 +17,12 @@ use crate::verify;
 use longhaul_codec::{BlockId, BlockWrite, Content, DigestKey};
 use longhaul_engine::destination::DestinationError;
 use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::capabilities::USERFAULTFD_HINT;
 use longhaul_hypervisor::disk::base::Base;
 use longhaul_hypervisor::manager::{
     Commit, CommitError, GuestManager, IncomingGuest, LaunchIncomingError, Launched, Lease,
 };
-use longhaul_hypervisor::memory::{AttachError, GuestMemory, Incoming, IncomingError};
+use longhaul_hypervisor::memory::{AttachError, GuestMemory, Incoming, IncomingError, SourceError};
 use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use longhaul_protocol::disk::Pulled;
@@ -63,6 +67,9 @@ pub(crate) enum DestinationQemuError {
     /// QEMU did not take the stream, or could not load it.
     #[error(transparent)]
     Incoming(#[from] IncomingError),
+    /// QEMU cannot run a guest before all of its memory has arrived.
+    #[error("its memory cannot follow: {0}")]
+    CannotFollow(SourceError),
     /// QEMU could not load the guest.
     #[error("{error}; the end of its log: {log}")]
     Load {
@@ -106,14 +113,15 @@ impl DestinationQemuError {
     /// Returns the refusal for the source.
     pub(crate) fn into_refusal(self, host: &str) -> Refusal {
         let code = match &self {
-            Self::Different(_) | Self::Launch(LaunchIncomingError::Unsuitable(_)) => {
-                RefusalCode::Unsuitable
-            }
+            Self::Different(_)
+            | Self::CannotFollow(_)
+            | Self::Launch(LaunchIncomingError::Unsuitable(_)) => RefusalCode::Unsuitable,
             Self::Region { .. } | Self::Regions(_) | Self::Order(_) => RefusalCode::Invalid,
             _ => RefusalCode::QemuFailed,
         };
         let hint = match &self {
             Self::Different(list) => list.first().map(|first| first.hint.clone()),
+            Self::CannotFollow(_) => Some(USERFAULTFD_HINT.to_owned()),
             _ => None,
         };
         Refusal {
@@ -139,6 +147,13 @@ pub(crate) struct DestinationQemu {
     places: Places,
     incoming: Option<Incoming>,
     begun: bool,
+    /// The part of its memory that may follow when it runs here.
+    follows: Pulled,
+    /// Whether it was loaded without some of its memory.
+    lacks: bool,
+    /// QEMU's stream up to its list of RAM blocks, if memory may follow.
+    prelude: Vec<u8>,
+    migration: MigrationId,
     receiving: Arc<Receiving>,
     /// Lets other guests from the same source read this guest's memory and disks, until the guest
     /// runs and writes to them.
@@ -153,7 +168,7 @@ impl DestinationQemu {
     /// nothing behind.
     pub(crate) async fn launch(
         context: &Context,
-        offer: &Offer,
+        (offer, follows): (&Offer, Pulled),
         content: (Disks, Kept),
         bases: BTreeMap<String, Base>,
         admission: &Admission,
@@ -175,23 +190,39 @@ impl DestinationQemu {
             lease,
             socket,
         } = guests.launch_incoming(incoming).await?;
-        match Self::set_up(offer, &guest, lease.qmp(), content, admission).await {
-            Ok((machine, memory, places, receiving, shown)) => Ok(Self {
-                guests,
-                guest,
-                lease,
-                socket,
-                machine,
-                memory,
-                places,
-                incoming: None,
-                begun: false,
-                receiving,
-                shown: Some(shown),
-                key: DigestKey(offer.digest_key),
-                gone: false,
-                meter,
-            }),
+        let set_up = async {
+            if follows != Pulled::Nothing {
+                let can = Incoming::can_run_early(lease.qmp()).await;
+                can.map_err(DestinationQemuError::CannotFollow)?;
+            }
+            Self::set_up(offer, &guest, lease.qmp(), content, admission).await
+        };
+        match set_up.await {
+            Ok((machine, memory, places, receiving, shown)) => {
+                if follows != Pulled::Nothing {
+                    receiving.expect_lists(&offer.regions);
+                }
+                Ok(Self {
+                    guests,
+                    guest,
+                    lease,
+                    socket,
+                    machine,
+                    memory,
+                    places,
+                    incoming: None,
+                    begun: false,
+                    follows,
+                    lacks: false,
+                    prelude: Vec::new(),
+                    migration: offer.migration,
+                    receiving,
+                    shown: Some(shown),
+                    key: DigestKey(offer.digest_key),
+                    gone: false,
+                    meter,
+                })
+            }
             Err(error) => {
                 abort(&*guests, &guest, &lease).await;
                 Err(error)
@@ -276,29 +307,73 @@ impl DestinationQemu {
             return Ok(());
         }
         self.begun = true;
-        let started = Incoming::start(self.lease.qmp(), &self.socket, prelude);
-        self.incoming = Some(started.await?);
+        let (qmp, socket) = (self.lease.qmp(), &self.socket);
+        self.incoming = Some(match self.follows {
+            Pulled::Nothing => Incoming::start(qmp, socket, prelude).await?,
+            Pulled::Often | Pulled::All => {
+                self.prelude = prelude.to_vec();
+                Incoming::start_for_postcopy(qmp, socket, prelude).await?
+            }
+        });
+        self.receiving.open();
         Ok(())
     }
 
-    /// Gives QEMU the rest of the stream, and waits until QEMU has loaded it.
+    /// Gives QEMU the rest of the stream, and waits until QEMU has loaded it. What is missing of
+    /// memory that may follow is asked for over `serving` from then on.
     pub(crate) fn load(
         &mut self,
         tail: Vec<u8>,
+        state: PathBuf,
+        serving: Option<Serving>,
     ) -> impl Future<Output = Result<(), DestinationQemuError>> + Send + use<> {
         let (incoming, guest) = (self.incoming.take(), self.guest.clone());
+        let missing = self.receiving.missing_memory();
+        let note = missing.map(|regions| ArrivingNote {
+            migration: self.migration,
+            digest_key: self.key.0,
+            pulled: self.follows,
+            prelude: std::mem::take(&mut self.prelude),
+            regions,
+            whole: false,
+        });
+        let lacks = |note: &ArrivingNote| note.regions.iter().any(|it| !it.missing.is_empty());
+        self.lacks = note.as_ref().is_some_and(lacks);
+        if self.lacks {
+            // Nobody reads RAM that QEMU would have to ask for.
+            self.shown = None;
+        }
         async move {
             let incoming = incoming.ok_or(DestinationQemuError::Order("Complete without Start"))?;
-            let loaded = incoming.finish(&tail).await;
-            loaded.map(drop).map_err(|error| match error {
+            let loaded = match (serving, note) {
+                (Some(serving), Some(note)) => {
+                    let name = (state.as_path(), guest.name());
+                    let loaded = serving.load(incoming, &tail, note, name).await;
+                    loaded.map_err(|error| match error {
+                        LoadError::Incoming(error) => error.into(),
+                        LoadError::Note(error) => error.into(),
+                    })
+                }
+                _ => incoming.finish(&tail).await.map(drop).map_err(Into::into),
+            };
+            loaded.map_err(|error| match error {
                 // It has said more on its standard error.
-                IncomingError::Ended | IncomingError::Refused(_) | IncomingError::Socket { .. } => {
+                DestinationQemuError::Incoming(
+                    error @ (IncomingError::Ended
+                    | IncomingError::Refused(_)
+                    | IncomingError::Socket { .. }),
+                ) => {
                     let log = guest.last_words();
                     DestinationQemuError::Load { error, log }
                 }
-                other => other.into(),
+                other => other,
             })
         }
+    }
+
+    /// Returns the part of its memory that may follow when it runs here.
+    pub(crate) fn follows(&self) -> Pulled {
+        self.follows
     }
 
     /// Returns digests of a range of a region, as QEMU's RAM or the disk's image holds it.
@@ -309,6 +384,11 @@ impl DestinationQemu {
         blocks_per_digest: u32,
     ) -> Result<Vec<[u8; 16]>, DestinationQemuError> {
         let not_moved = || DestinationQemuError::Order("a region that is not moved");
+        if self.lacks && self.places.contains_key(&region) {
+            return Err(DestinationQemuError::Order(
+                "memory that follows is not compared",
+            ));
+        }
         let content = match self.places.get(&region) {
             Some(place) => verify::Content::Memory(Arc::new(self.memory.clone()), *place),
             None => verify::Content::Disk(self.receiving.disk(region).ok_or_else(not_moved)?),

@@ -1,8 +1,11 @@
 //! Decodes frames into the guest's regions at the destination, and acknowledges them.
 
 use crate::carrier::{CarrierError, FrameSource};
+use crate::destination::arriving_memory::{ArrivingMemory, ArrivingStore, Lists};
 use crate::destination::disks::Disks;
 use crate::destination::local_content::Kept;
+use crate::destination::store::Store;
+use crate::host::memory_notes::ArrivingRegion;
 use crate::limits::peer_quota::{Means, Pace};
 use crate::limits::shared_dedup::Others;
 use longhaul_codec::{
@@ -14,13 +17,13 @@ use longhaul_protocol::disk::List;
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::piece::{Assembly, Part, Piece, PieceError};
 use longhaul_protocol::wire::{self, WireError};
-use longhaul_protocol::{BLOCK_SIZE, Epoch, MigrationId, RegionId, RegionSpec};
+use longhaul_protocol::{BLOCK_SIZE, Epoch, MigrationId, RegionId, RegionKind, RegionSpec};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use longhaul_storage::front::FrontFolder;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::{Notify, Semaphore, watch};
 use tokio::task::block_in_place;
 use tokio::time::{Instant, timeout_at};
 
@@ -31,15 +34,6 @@ const ACKNOWLEDGE_EVERY: Duration = Duration::from_millis(2);
 const TELL_EVERY: Duration = Duration::from_millis(100);
 /// Interval between checks for disk content that must be made durable.
 const SYNC_EVERY: Duration = Duration::from_millis(200);
-
-/// The memory of an arriving guest.
-pub(crate) trait Store: Send + 'static {
-    /// Reads one block.
-    fn read(&mut self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> Result<(), String>;
-
-    /// Writes blocks. Zero blocks that were never written (`fresh`) may be skipped.
-    fn write(&mut self, writes: &[BlockWrite<'_>], fresh: &[bool]) -> Result<(), String>;
-}
 
 /// Why receiving ended.
 #[derive(Debug, thiserror::Error)]
@@ -74,6 +68,8 @@ pub(crate) struct Receiving {
     workers: Arc<Semaphore>,
     pace: Arc<Pace>,
     key: DigestKey,
+    /// Whether the guest's memory may be written.
+    open: watch::Sender<bool>,
 }
 
 struct Inner {
@@ -82,6 +78,8 @@ struct Inner {
     store: Option<Box<dyn Store>>,
     others: Others,
     disks: Disks,
+    /// The lists of memory that follows, if it may.
+    lists: Lists,
     kept: Kept,
     early: Assembly,
     device_state: Assembly,
@@ -105,16 +103,24 @@ impl Receiving {
         Ok(Self::with(destination, Some(store), content, key, means))
     }
 
-    /// Creates the receiver of the disks of a guest that runs here.
-    pub(crate) fn of_disks(
+    /// Creates the receiver of the rest of a guest that runs here: of its disks, and of its memory.
+    pub(crate) fn of_rest(
         regions: &[RegionSpec],
         disks: Disks,
+        memory: Option<Arc<ArrivingMemory>>,
         key: DigestKey,
         means: Means,
     ) -> Result<Arc<Self>, DestinationError> {
-        let destination = Destination::of_some(regions)?;
+        let mut destination = Destination::of_some(regions)?;
+        let mut of_memory = regions
+            .iter()
+            .filter(|spec| spec.kind() == RegionKind::Memory);
+        of_memory
+            .by_ref()
+            .for_each(|spec| destination.follows(spec.id));
+        let store = memory.map(|memory| Box::new(ArrivingStore(memory)) as Box<dyn Store>);
         let content = (disks, Kept::default());
-        Ok(Self::with(destination, None, content, key, means))
+        Ok(Self::with(destination, store, content, key, means))
     }
 
     fn with(
@@ -130,6 +136,7 @@ impl Receiving {
             store,
             others: means.others,
             disks,
+            lists: Lists::default(),
             kept,
             early: Assembly::default(),
             device_state: Assembly::default(),
@@ -145,6 +152,7 @@ impl Receiving {
             workers: means.workers,
             pace: Arc::new(means.pace),
             key,
+            open: watch::Sender::new(true),
         });
         if has_disks {
             tokio::spawn(keep_durable(Arc::downgrade(&receiving)));
@@ -171,14 +179,54 @@ impl Receiving {
         let mut inner = self.lock();
         inner.destination.connected(epoch);
         inner.disks.connected(epoch);
+        inner.lists.connected(epoch);
     }
 
-    /// Takes a part of the source's list of a disk's blocks that it has not sent.
+    /// Expects lists of the memory among these regions, which may follow. Nothing is written before
+    /// [`Self::open`]: QEMU empties its RAM once.
+    pub(crate) fn expect_lists(&self, regions: &[RegionSpec]) {
+        self.lock().lists = Lists::of(regions);
+        self.open.send_replace(false);
+    }
+
+    /// Lets the guest's memory be written: QEMU has taken the head of its stream.
+    pub(crate) fn open(&self) {
+        self.open.send_replace(true);
+    }
+
+    /// Returns the memory that is missing, if it may follow. Everything has arrived otherwise.
+    pub(crate) fn missing_memory(&self) -> Option<Vec<ArrivingRegion>> {
+        let inner = self.lock();
+        (!inner.lists.is_empty()).then(|| inner.lists.missing())
+    }
+
+    /// Gives the memory that follows to QEMU from now on. To be called after [`Self::seal`].
+    pub(crate) fn memory_follows(&self, memory: Arc<ArrivingMemory>) {
+        let mut inner = self.lock();
+        let Inner {
+            lists,
+            destination,
+            store,
+            ..
+        } = &mut *inner;
+        lists
+            .regions()
+            .for_each(|region| destination.follows(region));
+        *store = Some(Box::new(ArrivingStore(memory)));
+    }
+
+    /// Takes a part of the source's list of a region's blocks that it has not sent.
     pub(crate) fn listed(&self, list: &List) -> Result<(), String> {
         let Inner {
-            disks, destination, ..
+            disks,
+            lists,
+            destination,
+            ..
         } = &mut *self.lock();
-        disks.listed(list, destination)
+        match lists.has(list.region) {
+            true => lists.listed(list, destination),
+            false => disks.listed(list, destination),
+        }
     }
 
     /// Takes the length of a disk's image from the source.
@@ -212,6 +260,7 @@ impl Receiving {
         let mut inner = self.lock();
         inner.destination.seal();
         inner.disks.seal();
+        inner.lists.seal();
         drop(inner);
         self.sync();
     }
@@ -285,6 +334,8 @@ impl Receiving {
         epoch: Epoch,
         carrier: &impl FrameSource,
     ) -> Result<std::convert::Infallible, ReceiveError> {
+        // The sender lives as long as this.
+        let _ = self.open.subscribe().wait_for(|open| *open).await;
         let mut acknowledge_at: Option<Instant> = None;
         let mut next_at = Instant::now();
         let mut decoder = Decoder::new(self.key);
@@ -351,7 +402,7 @@ impl Receiving {
 impl Inner {
     fn is_complete(&self) -> bool {
         let early = !self.needs_early || self.early.whole().is_some();
-        let listed = self.disks.is_listed();
+        let listed = self.disks.is_listed() && self.lists.is_listed();
         early && listed && self.device_state.whole().is_some() && self.destination.is_complete()
     }
 
@@ -419,6 +470,7 @@ impl Inner {
         }
         self.disks.settle().map_err(ReceiveError::Store)?;
         self.disks.rejected(&outcome.rejected, outcome.seq);
+        self.lists.rejected(&outcome.rejected, outcome.seq);
         self.destination
             .applied(epoch, outcome.seq, &outcome.rejected)?;
         Ok(blocks)
@@ -463,7 +515,7 @@ impl BlockSink for Sink<'_> {
     }
 
     fn accepts(&self, id: BlockId, seq: u64) -> bool {
-        self.destination.accepts(id, seq) && self.disks.accepts(self.epoch, id, seq)
+        self.destination.accepts(self.epoch, id, seq) && self.disks.accepts(self.epoch, id, seq)
     }
 
     fn read(&mut self, id: BlockId, content: &mut [u8; BLOCK_SIZE]) -> bool {
@@ -578,7 +630,7 @@ mod tests {
             workers: Arc::new(Semaphore::new(1)),
             pace: Pace::new(PATIENCE, PATIENCE, Instant::now()),
         };
-        let receiving = Receiving::of_disks(regions, disks, KEY, means).unwrap();
+        let receiving = Receiving::of_rest(regions, disks, None, KEY, means).unwrap();
         let write = BlockWrite {
             region: region.id,
             range: BlockRange::new(7, 1),

@@ -15,6 +15,7 @@ use crate::handover::ledger::{
     DestinationHandover, DestinationOwner, Ledger, drive_destination, tell_destination,
     time_destination,
 };
+use crate::host::memory_notes::{ArrivingNote, MemoryNote};
 use crate::status::in_doubt;
 use crate::status::migration::Entry;
 use crate::status::registry::{Reservation, Taken};
@@ -314,6 +315,8 @@ impl RecoveredDestination {
             arrival,
             called,
             call: None,
+            bulk: None,
+            memory: None,
             clock: None,
             running: None,
             companions: self.companions,
@@ -448,6 +451,11 @@ impl DestinationOwner for RecoveredDestination {
                 let guests = &ledger.context.parts.guests;
                 if let Err(error) = guests.abort_incoming(&ledger.guest, None).await {
                     tracing::error!(guest = ledger.guest, %error, "something is left over");
+                }
+                let state = &self.handover.ledger.context.parts.config.state;
+                let guest = &self.handover.ledger.guest;
+                if let Err(error) = ArrivingNote::forget(state, guest) {
+                    tracing::warn!(guest, %error, "a note of its memory stays");
                 }
                 self.companions.ended().await;
                 self.companions.aborted().await;

@@ -3,7 +3,7 @@
 use crate::context::Context;
 use crate::handover::ledger::Ledger;
 use crate::status::migration::{Entry, Facts};
-use longhaul_api::{Asked, Phase, Side};
+use longhaul_api::{Asked, Phase, Side, Strategy};
 use longhaul_engine::handover::{self, Record, Terms};
 use longhaul_protocol::guest::{Disk, GuestDescription};
 use longhaul_protocol::{HostId, MigrationId};
@@ -85,6 +85,7 @@ impl AttemptRecord {
             handover::Side::Destination => (Side::Destination, self.peer_name.clone(), here),
         };
         let facts = Facts {
+            strategy: Strategy::Precopy,
             id: self.migration,
             guest: self.guest.clone(),
             side,

@@ -16,6 +16,7 @@ pub(crate) mod lock;
 pub(crate) mod marks;
 pub mod meminfo;
 pub(crate) mod memory_cache;
+pub(crate) mod memory_notes;
 pub mod names;
 pub(crate) mod notes;
 pub(crate) mod peer_limits;

@@ -107,6 +107,8 @@ pub(crate) struct SourceAttempt {
     wire_bytes: (u64, u64),
     stopped: Option<StoppedAt>,
     announced: Option<(Epoch, u64)>,
+    /// Whether the destination has asked for memory while it loads the guest.
+    asked: bool,
     /// Whether frames that come for the guest are passed on: from COMMIT until QEMU ends.
     passes_on: bool,
     /// The pass that was current when another was requested, and the time of the request.
@@ -122,6 +124,8 @@ pub(crate) struct SourceAttempt {
     failure: Option<ApiError>,
     summary: Option<Summary>,
     predicted: bool,
+    /// Whether the strategy of the memory was judged by how fast the guest writes.
+    judged: bool,
     /// The drain of the disks, once the guest runs at the destination.
     draining: Option<Drain>,
     committed_at: Option<Instant>,
@@ -183,6 +187,7 @@ impl SourceAttempt {
             wire_bytes: (0, 0),
             stopped: None,
             announced: None,
+            asked: false,
             passes_on: false,
             asked_pass: None,
             disks: Disks::default(),
@@ -194,6 +199,7 @@ impl SourceAttempt {
             failure: None,
             summary: None,
             predicted: false,
+            judged: false,
             draining: None,
             committed_at: None,
             departed: None,
@@ -377,6 +383,7 @@ impl SourceAttempt {
             self.announce().await;
             return;
         }
+        self.judge_strategy();
         let advice = {
             let mut engine = self.task.sending.engine();
             engine.unseen(self.task.outbound.unseen(now));
@@ -433,6 +440,9 @@ impl SourceAttempt {
             return self.decided(decided, message).await;
         }
         match message {
+            ToSource::Want { region, ranges } if self.draining.is_none() => {
+                self.asked_for(region, &ranges).await;
+            }
             ToSource::Missing(_) | ToSource::Want { .. } | ToSource::Superseded { .. } => {
                 self.hear_of_left(&message).await;
             }
@@ -455,7 +465,7 @@ impl SourceAttempt {
             }
             ToSource::Summary(summary) => {
                 self.summary = Some(summary);
-                if self.draining.is_some() {
+                if self.draining.as_ref().is_some_and(|drain| !drain.goes_on()) {
                     self.tell(CoreEvent::Reconnect).await;
                 }
             }

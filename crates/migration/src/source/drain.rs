@@ -1,7 +1,9 @@
-//! The drain at the source: the disk blocks of a departed guest that the destination misses are
-//! sent until it has all of them.
+//! The drain at the source: the blocks of a departed guest's memory and disks that the destination
+//! misses are sent until it has all of them.
 
 use crate::disks::left_images;
+use crate::host::memory_notes::LeftNote;
+use crate::host::qemu::is_alive;
 use crate::source::convergence;
 use crate::source::sender::{Content, Encoding, Line, Sending};
 use crate::source::verified_ranges::Checked;
@@ -11,9 +13,11 @@ use longhaul_codec::{BlockId, DigestKey};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::source::{Source, SourceError};
 use longhaul_engine::strategy::Strategy;
+use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_protocol::limits::RANGES_MAX;
 use longhaul_protocol::message::{ToDestination, ToSource};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId, RegionSpec};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId, RegionKind, RegionSpec};
 use longhaul_storage::disk::RawDisk;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -21,10 +25,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The drain of a guest's disks.
+/// The drain of a guest's memory and disks.
 pub(crate) struct Drain {
     sending: Arc<Sending>,
-    disks: BTreeMap<RegionId, Disk>,
+    regions: BTreeMap<RegionId, Region>,
+    /// Whether it began over the connection that the destination had READY on.
+    goes_on: bool,
     /// The connection, until the destination has listed all its missing blocks and it is used.
     line: Option<Arc<Line>>,
     unreadable: BTreeSet<BlockId>,
@@ -34,41 +40,91 @@ pub(crate) struct Drain {
     rest: Option<Rest>,
 }
 
-struct Disk {
+struct Region {
     name: String,
+    kind: RegionKind,
     chunks: u32,
     /// Number of chunks for which the destination has listed its missing blocks.
     heard: u32,
 }
 
-/// The images of a departed guest's disks, as an earlier agent has noted them.
-struct Images(BTreeMap<RegionId, Arc<RawDisk>>);
+/// The memory of a departed guest, as an earlier agent has noted it.
+pub(crate) struct LeftMemory {
+    pub(crate) note: LeftNote,
+    /// Its stopped QEMU, unless that has ended.
+    pub(crate) qemu: Option<(Guest, GuestMemory)>,
+}
 
-impl Content for Images {
+/// What is left of a departed guest, as an earlier agent has noted it.
+struct LeftContent {
+    memory: Option<LeftMemory>,
+    disks: BTreeMap<RegionId, Arc<RawDisk>>,
+}
+
+impl LeftContent {
+    fn read_memory(&self, blocks: &[BlockId], into: &mut [u8]) -> Result<(), String> {
+        let memory = self.memory.as_ref().ok_or("there is no such region")?;
+        let (_, of_qemu) = memory.qemu.as_ref().ok_or("its QEMU has ended")?;
+        let mut regions = memory.note.regions.iter();
+        let region = blocks.first().map(|block| block.region);
+        let spec = regions.find(|spec| Some(spec.id) == region);
+        let place = spec.and_then(|spec| of_qemu.find(&spec.name));
+        let place = place.ok_or("there is no such region")?;
+        let ranges: Vec<BlockRange> = blocks
+            .iter()
+            .map(|block| BlockRange::new(block.block, 1))
+            .collect();
+        let read = of_qemu.read(place, &ranges, into);
+        read.map_err(|error| error.to_string())
+    }
+}
+
+impl Content for LeftContent {
     fn read(&self, blocks: &[BlockId], into: &mut [[u8; BLOCK_SIZE]]) -> Result<(), String> {
         let mut done = 0;
         for same in blocks.chunk_by(|one, next| one.region == next.region) {
             let Some(block) = same.first() else { continue };
-            let disk = self.0.get(&block.region).ok_or("there is no such disk")?;
-            crate::disks::read_each(disk, same, &mut into[done..done + same.len()])?;
+            let into = &mut into[done..done + same.len()];
+            match self.disks.get(&block.region) {
+                Some(disk) => crate::disks::read_each(disk, same, into)?,
+                None => self.read_memory(same, into.as_flattened_mut())?,
+            }
             done += same.len();
         }
         Ok(())
     }
+
+    fn is_there(&self) -> Result<(), String> {
+        match self.memory.as_ref().and_then(|memory| memory.qemu.as_ref()) {
+            Some((guest, _)) => is_alive(guest),
+            None => Ok(()),
+        }
+    }
 }
 
-/// Creates the drain from the notes of an earlier agent. Returns `None` if no disk has to be
-/// drained.
-pub(crate) fn left(state: &Path, guest: &str, migration: MigrationId) -> io::Result<Option<Drain>> {
+/// Creates the drain from the notes of an earlier agent. Returns `None` if neither memory nor a
+/// disk has to be drained.
+pub(crate) fn left(
+    state: &Path,
+    guest: &str,
+    migration: MigrationId,
+    memory: Option<LeftMemory>,
+) -> io::Result<Option<Drain>> {
     let mut left = left_images::left(state, guest, migration)?;
     left.sort_by_key(|image| image.left.region);
-    let Some(first) = left.first() else {
+    let of_disks = left.first().map(|image| image.left.digest_key);
+    let of_memory = memory.as_ref().map(|memory| memory.note.digest_key);
+    let Some(key) = of_memory.or(of_disks).map(DigestKey) else {
         return Ok(None);
     };
-    let key = DigestKey(first.left.digest_key);
+    let foreign = |error: SourceError| {
+        io::Error::other(format!("its regions are not those of its move: {error}"))
+    };
+    let of_memory = memory.as_ref().map(|memory| memory.note.regions.clone());
+    let of_memory = of_memory.unwrap_or_default();
     let wish = convergence::wish(&Convergence::default(), Duration::ZERO);
-    let engine = Source::new(Strategy::PRECOPY, &[], wish, Duration::ZERO);
-    let mut engine = engine.map_err(io::Error::other)?;
+    let engine = Source::new(Strategy::POSTCOPY, &of_memory, wish, Duration::ZERO);
+    let mut engine = engine.map_err(foreign)?;
     let mut images = Vec::new();
     for image in &left {
         let spec = RegionSpec {
@@ -78,17 +134,19 @@ pub(crate) fn left(state: &Path, guest: &str, migration: MigrationId) -> io::Res
             durable: true,
             starts_zero: true,
         };
-        engine.add(&spec, Strategy::POSTCOPY).map_err(|error| {
-            io::Error::other(format!("its disks are not those of its move: {error}"))
-        })?;
+        engine.add(&spec, Strategy::POSTCOPY).map_err(foreign)?;
         let disk = image.open()?;
         let disk = Arc::new(disk);
         images.push(Image { spec, disk });
     }
+    engine.frozen();
     engine.closed();
     let disks = images.iter();
     let disks = disks.map(|image| (image.spec.id, image.disk.clone()));
-    let content = Box::new(Images(disks.collect()));
+    let content = Box::new(LeftContent {
+        memory,
+        disks: disks.collect(),
+    });
     let encoding = Encoding::new(&Default::default(), 0);
     // No block is known to be equal, and no guest's requests compete with the reads.
     let checked = Checked::of(images.iter().map(|image| &image.spec));
@@ -97,7 +155,7 @@ pub(crate) fn left(state: &Path, guest: &str, migration: MigrationId) -> io::Res
     let verify = left.iter().all(|image| image.left.verify);
     // The earlier agent may have died before it noted this.
     left_images::note_content(state, guest, migration);
-    Ok(Some(Drain::begin(&sending, images, verify)))
+    Ok(Some(Drain::begin(&sending, &of_memory, images, verify)))
 }
 
 impl Drain {
@@ -106,31 +164,58 @@ impl Drain {
         &self.sending
     }
 
-    /// Begins the drain of these regions, because the guest runs at the destination.
-    pub(crate) fn begin(sending: &Arc<Sending>, images: Vec<Image>, verify: bool) -> Self {
-        // The drain uses a connection that begins with the lists of missing blocks.
+    /// Begins the drain of this memory and these disks, because the guest runs at the destination.
+    /// It uses a connection that begins with the lists of missing blocks.
+    pub(crate) fn begin(
+        sending: &Arc<Sending>,
+        memory: &[RegionSpec],
+        images: Vec<Image>,
+        verify: bool,
+    ) -> Self {
         sending.disconnect();
+        let disks = images.iter().map(|image| &image.spec);
+        let mut drain = Self::of(sending, memory.iter().chain(disks));
+        drain.rest = (verify && !images.is_empty()).then(|| Rest::of(sending, images));
+        drain
+    }
+
+    /// Goes on with this memory over the current connection, over which the destination has got the
+    /// lists: no page waits for another one.
+    pub(crate) fn go_on(sending: &Arc<Sending>, memory: &[RegionSpec]) -> Self {
+        let mut drain = Self::of(sending, memory.iter());
+        drain.goes_on = true;
+        drain
+    }
+
+    fn of<'a>(sending: &Arc<Sending>, specs: impl Iterator<Item = &'a RegionSpec>) -> Self {
         sending.engine().handed_over();
-        let disk = |spec: &RegionSpec| Disk {
+        let region = |spec: &RegionSpec| Region {
             name: spec.name.clone(),
+            kind: spec.kind(),
             chunks: spec.blocks.div_ceil(CHUNK_BLOCKS) as u32,
             heard: 0,
         };
-        let specs = images.iter().map(|image| &image.spec);
         Self {
             sending: sending.clone(),
-            disks: specs.map(|spec| (spec.id, disk(spec))).collect(),
+            regions: specs.map(|spec| (spec.id, region(spec))).collect(),
+            goes_on: false,
             line: None,
             unreadable: BTreeSet::new(),
             unsaid: Vec::new(),
-            rest: verify.then(|| Rest::of(sending, images)),
+            rest: None,
         }
+    }
+
+    /// Returns whether it needs no other connection than the one that it began over.
+    pub(crate) fn goes_on(&self) -> bool {
+        self.goes_on
     }
 
     /// Takes a new connection, over which the destination first lists its missing blocks.
     pub(crate) fn connected(&mut self, line: Arc<Line>) {
+        self.goes_on = false;
         self.sending.disconnect();
-        self.disks.values_mut().for_each(|disk| disk.heard = 0);
+        self.regions.values_mut().for_each(|it| it.heard = 0);
         self.line = Some(line);
         // Missing blocks are read again.
         self.unreadable.clear();
@@ -168,10 +253,10 @@ impl Drain {
                 let mut engine = self.sending.engine();
                 engine.missing(missing.region, chunks, &missing.lacks)?;
                 drop(engine);
-                if let Some(disk) = self.disks.get_mut(&missing.region)
-                    && disk.heard == missing.from_chunk
+                if let Some(region) = self.regions.get_mut(&missing.region)
+                    && region.heard == missing.from_chunk
                 {
-                    disk.heard = missing.to_chunk;
+                    region.heard = missing.to_chunk;
                 }
                 self.use_line();
             }
@@ -223,7 +308,8 @@ impl Drain {
     }
 
     fn use_line(&mut self) {
-        let all = self.disks.values().all(|disk| disk.heard == disk.chunks);
+        let mut regions = self.regions.values();
+        let all = regions.all(|region| region.heard == region.chunks);
         if all && let Some(line) = self.line.take() {
             self.sending.connect(line);
             self.sending.wake();
@@ -240,34 +326,37 @@ impl Drain {
         first
     }
 
-    /// Returns the progress of the drain of each disk, for the API.
+    /// Returns the progress of the drain of each region, for the API.
     pub(crate) fn progress(&self) -> Vec<RegionProgress> {
         let unreadable = self.unreadable_bytes();
         let pending = self.sending.engine().pending_by_region();
-        let disks = pending
+        let drained = pending
             .into_iter()
-            .filter(|(spec, _)| self.disks.contains_key(&spec.id));
+            .filter(|(spec, _)| self.regions.contains_key(&spec.id));
         let region = |(spec, pending): (RegionSpec, u64)| RegionProgress {
             blocks_total: spec.blocks,
             blocks_settled: spec.blocks.saturating_sub(pending),
             blocks_pending: pending,
-            disk: true,
+            disk: spec.kind() == RegionKind::Disk,
             strategy: None,
             why: None,
             waiting: None,
             unreadable_byte: unreadable.get(&spec.id).copied(),
             name: spec.name,
         };
-        disks.map(region).collect()
+        drained.map(region).collect()
     }
 
     /// Returns the messages that report unreadable blocks.
     pub(crate) fn unreadable(&mut self) -> Vec<ToDestination> {
         for (block, why) in self.sending.take_unreadable() {
             if self.unreadable.insert(block) {
-                let disk = self.disks.get(&block.region).map(|disk| &disk.name);
-                let byte = block.block * BLOCK_SIZE as u64;
-                tracing::error!(disk, byte, "cannot be read: {why}");
+                let region = self.regions.get(&block.region);
+                if region.is_some_and(|it| it.kind == RegionKind::Disk) {
+                    let disk = region.map(|region| &region.name);
+                    let byte = block.block * BLOCK_SIZE as u64;
+                    tracing::error!(disk, byte, "cannot be read: {why}");
+                }
             }
             self.unsaid.push(block);
         }
@@ -314,7 +403,7 @@ mod tests {
             identity: Some(ImageIdentity::of(&disk).unwrap()),
         };
         note_left(state, ("web-7", 0), &image, note);
-        let found = || left(state, "web-7", migration);
+        let found = || left(state, "web-7", migration, None);
         assert!(found().unwrap().is_some());
 
         fs::rename(&image, &own).unwrap();

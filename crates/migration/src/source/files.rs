@@ -9,7 +9,7 @@ use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::has_open;
 use longhaul_protocol::Generation;
-use longhaul_protocol::disk::OfferedDisk;
+use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::{FileClaim, FileKind};
 use longhaul_protocol::guest::{Disk, GuestDescription};
 use longhaul_protocol::message::{
@@ -243,25 +243,25 @@ impl Held {
 pub(crate) async fn ask(
     context: &Context,
     control: &Control,
-    (query, generation): (Query, Generation),
+    (query, generation, follows): (Query, Generation, Pulled),
     disks: &[OfferedDisk],
     held: &mut Held,
     brought: impl Fn(&[String]) -> Result<Vec<OfferedDisk>, ApiError>,
 ) -> Result<Asked, AskError> {
-    let asking = (query.clone(), generation);
+    let asking = (query.clone(), generation, follows);
     let asked = ask_once(context, control, asking, disks, held).await?;
     if asked.lacking.is_empty() || control.peer().version < VERSION_OF_PORTS {
         return Ok(asked);
     }
     let brought = block_in_place(|| brought(&asked.lacking)).map_err(AskError::Here)?;
     let all: Vec<OfferedDisk> = disks.iter().cloned().chain(brought).collect();
-    ask_once(context, control, (query, generation), &all, held).await
+    ask_once(context, control, (query, generation, follows), &all, held).await
 }
 
 async fn ask_once(
     context: &Context,
     control: &Control,
-    (mut query, generation): (Query, Generation),
+    (mut query, generation, memory): (Query, Generation, Pulled),
     disks: &[OfferedDisk],
     held: &mut Held,
 ) -> Result<Asked, AskError> {
@@ -295,6 +295,7 @@ async fn ask_once(
                 ports: ports.clone(),
                 disks: disks.to_vec(),
                 generation,
+                memory,
             })),
         };
         let limit = ANSWER_WITHIN + held.reading_time();

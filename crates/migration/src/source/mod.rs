@@ -17,6 +17,7 @@ pub(crate) mod exports;
 pub(crate) mod files;
 pub(crate) mod local_disks;
 pub(crate) mod losses;
+pub(crate) mod memory_strategy;
 pub(crate) mod plan;
 pub(crate) mod prepare;
 pub(crate) mod qemu;

@@ -11,6 +11,7 @@ use crate::source::described;
 use crate::source::files::{self, AskError, Held};
 use crate::source::local_disks::{self, Known, LocalDisk};
 use crate::source::losses;
+use crate::source::memory_strategy::{follows_by, too_old_to_follow};
 use crate::source::qemu::{SourceQemu, SourceQemuError};
 use crate::status::failure;
 use crate::status::registry::Taken;
@@ -22,9 +23,10 @@ use longhaul_hypervisor::dirty_rate;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_hypervisor::tested;
-use longhaul_protocol::disk::OfferedDisk;
+use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::message::{self, Query, Verdict};
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
+use longhaul_protocol::wire::VERSION_OF_POSTCOPY;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use longhaul_transport::{CloseCode, Control, ProbeConfig, ProbeReport};
 use std::collections::BTreeMap;
@@ -90,12 +92,13 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     };
     let companions = source.companions(&about);
     plan.checks.extend(companions.look(&candidate.guest));
-    let asking = (query, &*disks, &known);
+    let asking = (query, &*disks, &known, request.strategy);
     let (control, lacking) = ask_there(context, &candidate, asking, &mut plan).await;
     if control.is_some() {
         measure_link(context, &mut plan).await;
     }
     plan.checks.extend(early_release(&plan));
+    plan.checks.extend(needs_both(&plan, request.strategy));
     let required = request.require_arbiter;
     plan.checks
         .extend(arbiter::check(context, &request.guest, required));
@@ -103,8 +106,8 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     let rate = plan.rate_bps.map(|rate| rate as f64 / 8.0);
     known.limit(rate, plan.asked.bandwidth_bps, rtt.unwrap_or_default());
     let disk_bytes = look_at_disks(context, &candidate, (&known, &lacking), &mut plan);
-    plan.predictions
-        .push(predict(&look, &Asking::of(&plan, disk_bytes)));
+    let asking = Asking::of(&plan, request.strategy, disk_bytes);
+    plan.predictions.push(predict(&look, &asking));
     plan.possible = plan
         .checks
         .iter()
@@ -160,6 +163,27 @@ fn look_at_disks(
         Check::ok("disks", text)
     }));
     block_in_place(|| disks.iter().map(LocalDisk::probable_bytes).sum())
+}
+
+/// Returns the check that explains what a guest needs whose memory follows.
+fn needs_both(plan: &Plan, strategy: Strategy) -> Option<Check> {
+    let Plan {
+        guest,
+        source,
+        destination,
+        ..
+    } = plan;
+    let when = match strategy {
+        Strategy::Precopy => return None,
+        Strategy::Auto => "if its memory follows, then until all of it is there",
+        Strategy::Hybrid | Strategy::Postcopy => "until all of its memory has followed",
+    };
+    let text = format!(
+        "{when}, {guest} needs both hosts: it waits while the link is cut or the agent on {source} \
+         is gone, and is lost with {source}; if the agent on {destination} ends, it may hang"
+    );
+    let hint = "without --strategy it needs only one host at any time";
+    Some(Check::warn("strategy", text, hint))
 }
 
 /// Returns the check that explains what an early release saves and risks.
@@ -252,6 +276,13 @@ pub(crate) struct Look {
     dirty_bytes_per_s: Option<u64>,
 }
 
+impl Look {
+    /// Returns how fast the guest writes, in bytes per second as they are sent, if that is known.
+    pub(crate) fn written_bytes_per_s(&self) -> Option<f64> {
+        Some(self.dirty_bytes_per_s? as f64 * self.share.unwrap_or(1.0))
+    }
+}
+
 /// Samples a guest's blocks, and then measures for a second how fast it writes, in a task of its
 /// own. The findings are complete when the sender is dropped.
 pub(crate) fn look(outbound: &SourceQemu) -> watch::Receiver<Look> {
@@ -317,7 +348,7 @@ fn sample(
 async fn ask_there(
     context: &Arc<Context>,
     candidate: &Candidate,
-    (query, disks, known): (Query, &[OfferedDisk], &Known),
+    (query, disks, known, strategy): (Query, &[OfferedDisk], &Known, Strategy),
     plan: &mut Plan,
 ) -> (Option<Control>, Vec<String>) {
     let host = &candidate.host.name;
@@ -342,8 +373,26 @@ async fn ask_there(
     });
     let guest = candidate.guest.description();
     let brought = |lacking: &[String]| local_disks::brought(context, guest, known, lacking);
-    let query = (query, candidate.generation);
-    let asked = files::ask(context, &control, query, disks, &mut held, brought).await;
+    let follows = follows_by(strategy);
+    if follows != Pulled::Nothing && control.peer().version < VERSION_OF_POSTCOPY {
+        let software = &control.peer().software;
+        plan.checks
+            .push(refused("strategy", too_old_to_follow(host, software)));
+    }
+    let asking = (query.clone(), candidate.generation, follows);
+    let mut asked = files::ask(context, &control, asking, disks, &mut held, brought).await;
+    if let (Strategy::Auto, Ok(with)) = (strategy, &asked)
+        && with.checks.iter().any(is_refused)
+    {
+        let query = (query, candidate.generation, Pulled::Nothing);
+        let without = files::ask(context, &control, query, disks, &mut held, brought).await;
+        if let Ok(without) = without {
+            let known = |check: &&message::Check| !without.checks.contains(check);
+            let mut more = with.checks.iter().filter(|check| is_refused(check));
+            plan.checks.extend(more.find(known).map(precopy_only));
+            asked = Ok(without);
+        }
+    }
     control.close(CloseCode::Done, "asked and answered");
     let mut lacking = Vec::new();
     match asked {
@@ -362,6 +411,20 @@ async fn ask_there(
         }
     }
     (Some(control), lacking)
+}
+
+fn is_refused(check: &message::Check) -> bool {
+    check.verdict == Verdict::Refused
+}
+
+/// Returns the warning that memory cannot follow.
+fn precopy_only(check: &message::Check) -> Check {
+    let text = format!("moves by pre-copy, however fast it writes: {}", check.text);
+    let hint = check
+        .hint
+        .clone()
+        .unwrap_or_else(|| "see the message".to_owned());
+    Check::warn("strategy", text, hint)
 }
 
 /// Returns a check of the destination as the API shows it.
@@ -419,6 +482,7 @@ async fn measure_link(context: &Arc<Context>, plan: &mut Plan) {
 pub(crate) struct Asking {
     pub(crate) guest: String,
     pub(crate) source: String,
+    pub(crate) strategy: Strategy,
     pub(crate) downtime: Duration,
     pub(crate) rate_bytes_per_s: Option<f64>,
     pub(crate) rtt: Option<Duration>,
@@ -429,8 +493,9 @@ pub(crate) struct Asking {
 }
 
 impl Asking {
-    fn of(plan: &Plan, disk_bytes: u64) -> Self {
+    fn of(plan: &Plan, strategy: Strategy, disk_bytes: u64) -> Self {
         Self {
+            strategy,
             disk_bytes,
             guest: plan.guest.clone(),
             source: plan.source.clone(),
@@ -443,8 +508,9 @@ impl Asking {
     }
 }
 
-/// Predicts a pre-copy: the first pass sends the blocks that are not zero, and each later one the
-/// blocks that were written during the pass before.
+/// Predicts a move. The first pass sends the blocks that are not zero, and each later one the
+/// blocks that were written during the pass before. With `hybrid`, the second one follows when the
+/// guest runs at the destination, and with `postcopy` the first one.
 pub(crate) fn predict(look: &Look, asking: &Asking) -> Prediction {
     let rate = asking.rate_bytes_per_s.filter(|rate| *rate > 0.0);
     let (Some(rate), Some(used)) = (rate, look.used_bytes) else {
@@ -458,6 +524,21 @@ pub(crate) fn predict(look: &Look, asking: &Asking) -> Prediction {
     let budget = limit.saturating_sub(overhead).as_secs_f64() * rate;
     let mut left = used as f64 * share + asking.disk_bytes as f64;
     let (mut bytes, mut seconds) = (0.0, 0.0);
+    if matches!(asking.strategy, Strategy::Hybrid | Strategy::Postcopy) {
+        let again = match asking.strategy {
+            Strategy::Hybrid => (dirty * left / rate).min(used as f64) * share,
+            _ => 0.0,
+        };
+        bytes = left + again;
+        let total = Duration::from_secs_f64(bytes / rate) + overhead;
+        return prediction(
+            Some(bytes as u64),
+            Some(total),
+            Some(overhead),
+            asking,
+            None,
+        );
+    }
     for _ in 0..PASSES_MAX {
         let pass = left / rate;
         bytes += left;
@@ -469,6 +550,17 @@ pub(crate) fn predict(look: &Look, asking: &Asking) -> Prediction {
         }
     }
     let downtime = overhead + Duration::from_secs_f64(left / rate);
+    if asking.strategy == Strategy::Auto && downtime > limit {
+        let strategy = match dirty * share > rate {
+            true => Strategy::Postcopy,
+            false => Strategy::Hybrid,
+        };
+        let asking = Asking {
+            strategy,
+            ..asking.clone()
+        };
+        return predict(look, &asking);
+    }
     let note = (downtime > limit).then(|| {
         let (guest, asked) = (&asking.guest, &asking.convergence);
         convergence::note(guest, asked, limit, downtime, dirty * share, rate)
@@ -493,19 +585,33 @@ fn prediction(
     let ms = |time: Duration| time.as_millis() as u64;
     let downtime_ms = downtime.map(ms);
     Prediction {
-        strategy: Strategy::Precopy,
+        strategy: match asking.strategy {
+            Strategy::Auto => Strategy::Precopy,
+            strategy => strategy,
+        },
         link_bytes,
         total_ms: total.map(ms),
         downtime_ms,
         downtime_at_most_ms: downtime_ms.map(|time| time.max(ms(asking.downtime))),
         if_link_breaks: match asking.early_release {
+            _ if matches!(asking.strategy, Strategy::Hybrid | Strategy::Postcopy) => format!(
+                "before the switch: stays on {}; after it: waits for pages until the hosts connect",
+                asking.source
+            ),
             false => format!("stays on {}", asking.source),
             true => format!(
                 "before the stop: stays on {}; after it: is stopped until the hosts connect",
                 asking.source
             ),
         },
-        if_source_dies: "before the switch: as without a move".to_owned(),
+        if_source_dies: match asking.strategy {
+            Strategy::Precopy | Strategy::Auto => "before the switch: as without a move".to_owned(),
+            Strategy::Hybrid | Strategy::Postcopy => {
+                "before the switch: as without a move; after it, until all memory has followed: \
+                 lost"
+                    .to_owned()
+            }
+        },
         note,
     }
 }

@@ -17,6 +17,7 @@ use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
 use crate::source::files::{self, AskError, Asked as Answered, Held};
 use crate::source::local_disks::{self, Known, LocalDisk, may_be_left};
+use crate::source::memory_strategy::{follows_by, of_memory, too_old_to_follow};
 use crate::source::plan::{self, Look};
 use crate::source::qemu::SourceQemu;
 use crate::source::recovered::RecoveredSource;
@@ -32,14 +33,13 @@ use longhaul_attempt::source::Config;
 use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record, Terms};
 use longhaul_engine::source::{Source as Engine, SourceError};
-use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
-use longhaul_protocol::disk::OfferedDisk;
+use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::message::{
     DisksOffer, FilesOffer, Keeps, Offer, PortsOffer, Query, ToDestination, ToSource, Verdict,
 };
 use longhaul_protocol::port;
-use longhaul_protocol::wire::VERSION_OF_PORTS;
+use longhaul_protocol::wire::{VERSION_OF_PORTS, VERSION_OF_POSTCOPY};
 use longhaul_protocol::{Attempt, BLOCK_SIZE, Generation, MigrationId};
 use longhaul_storage::Journal;
 use longhaul_transport::{CloseCode, Control};
@@ -82,6 +82,7 @@ pub(crate) fn start(
         side: Side::Source,
         source: context.parts.config.name.clone(),
         destination: request.to.clone(),
+        strategy: request.strategy,
         asked: Asked::from(&request),
     }));
     context.registry.add(entry.clone());
@@ -205,7 +206,7 @@ impl Preparing {
             machine: machine.clone(),
         };
         let asking = (query, &*disks, &known);
-        let lacking = self.ask(&control, asking, &mut held).await?;
+        let (lacking, follows) = self.ask(&control, asking, &mut held).await?;
         let required = self.request.require_arbiter;
         let version = control.peer().version;
         let of = (guest.name(), *generation);
@@ -226,6 +227,9 @@ impl Preparing {
             .filter_map(|disk| disk.offered.base.as_mut());
         bases.for_each(|base| base.lazily = self.request.bases == BaseChoice::Lazy);
         outbound.take_along(local);
+        let may_follow = self.is_auto() && follows;
+        outbound.moves_by(of_memory(self.request.strategy), may_follow);
+        let memory_follows = outbound.follows() != Pulled::Nothing;
         let disks = outbound.disks().iter();
         let disk_bytes = block_in_place(|| disks.map(LocalDisk::probable_bytes).sum());
         let mut regions = outbound.regions().to_vec();
@@ -328,7 +332,7 @@ impl Preparing {
                 // take long. The destination reports if one fails.
                 launch_within: disks.is_empty().then_some(OFFER_WITHIN),
                 verify: offer.verify,
-                drains: disks.iter().any(may_be_left),
+                drains: memory_follows || disks.iter().any(may_be_left),
                 arbiter,
                 requires_arbiter: required,
             },
@@ -354,22 +358,78 @@ impl Preparing {
         Ok((task, session))
     }
 
+    /// Returns whether the strategy of the memory is chosen during the move.
+    fn is_auto(&self) -> bool {
+        self.request.strategy == longhaul_api::Strategy::Auto
+    }
+
     /// Asks the destination whether it has the guest's files and accepts the move, before anything
-    /// is changed. Returns the read-only images that it lacks, by name.
+    /// is changed. Returns the read-only images that it lacks, by name, and whether memory may
+    /// follow the guest there.
     async fn ask(
         &self,
         control: &Control,
         (query, disks, known): (Query, &[OfferedDisk], &Known),
         held: &mut Held,
-    ) -> Result<Vec<String>, ApiError> {
+    ) -> Result<(Vec<String>, bool), ApiError> {
+        let peer = control.peer();
+        let mut follows = follows_by(self.request.strategy);
+        if follows != Pulled::Nothing && peer.version < VERSION_OF_POSTCOPY {
+            let refusal = too_old_to_follow(&peer.host.name, &peer.software);
+            if !self.is_auto() {
+                return Err(refusal);
+            }
+            self.moves_by_precopy(&refusal.message);
+            follows = Pulled::Nothing;
+        }
         // An older destination answers such a question only to those that may plan.
-        let is_old = control.peer().version < VERSION_OF_PORTS;
+        let is_old = peer.version < VERSION_OF_PORTS;
         let has_ports = query.guest.nics.iter().any(|nic| nic.port.is_some());
         if is_old && held.is_empty() && disks.is_empty() && !has_ports {
-            return Ok(Vec::new());
+            return Ok((Vec::new(), false));
         }
+        let asking = (query.clone(), disks, known);
+        let mut asked = self.ask_if(control, asking, held, follows).await;
+        if let Err(refusal) = &asked
+            && self.is_auto()
+            && follows != Pulled::Nothing
+        {
+            let why = refusal.message.clone();
+            follows = Pulled::Nothing;
+            let asking = (query, disks, known);
+            asked = self.ask_if(control, asking, held, follows).await;
+            if asked.is_ok() {
+                self.moves_by_precopy(&why);
+            }
+        }
+        let lacking = asked?;
+        if let (Some(image), DiskChoice::Shared) = (lacking.first(), self.request.disks) {
+            let host = &self.candidate.host.name;
+            let text = format!("{host} lacks image {image}, and with --disks shared none moves");
+            let hint = "leave out --disks shared, or copy the image's file there";
+            return Err(ApiError::new(ErrorCode::Refused, text).hint(hint));
+        }
+        Ok((lacking, follows != Pulled::Nothing))
+    }
+
+    /// Reports why memory cannot follow the guest.
+    fn moves_by_precopy(&self, why: &str) {
+        tracing::info!(guest = self.request.guest, why, "moved by pre-copy");
+        self.entry
+            .report_with(|report| report.strategy_why = Some(why.to_owned()));
+    }
+
+    /// Asks the destination whether it accepts the move if this part of the memory may follow.
+    /// Returns the read-only images that it lacks.
+    async fn ask_if(
+        &self,
+        control: &Control,
+        (query, disks, known): (Query, &[OfferedDisk], &Known),
+        held: &mut Held,
+        follows: Pulled,
+    ) -> Result<Vec<String>, ApiError> {
         let host = &self.candidate.host.name;
-        let query = (query, self.candidate.generation);
+        let query = (query, self.candidate.generation, follows);
         let guest = self.candidate.guest.description();
         let brought =
             |lacking: &[String]| local_disks::brought(&self.source, guest, known, lacking);
@@ -393,11 +453,6 @@ impl Preparing {
                     });
                 }
             }
-        }
-        if let (Some(image), DiskChoice::Shared) = (lacking.first(), self.request.disks) {
-            let text = format!("{host} lacks image {image}, and with --disks shared none moves");
-            let hint = "leave out --disks shared, or copy the image's file there";
-            return Err(ApiError::new(ErrorCode::Refused, text).hint(hint));
         }
         Ok(lacking)
     }
@@ -451,13 +506,17 @@ impl Preparing {
     ) -> Result<Arc<Sending>, ApiError> {
         let downtime = Duration::from_millis(self.request.downtime_ms);
         let internal = |error: SourceError| failure::internal(&error.to_string());
+        let (strategy, may_follow) = outbound.strategy();
         let mut engine = Engine::new(
-            Strategy::PRECOPY,
+            strategy,
             outbound.regions(),
             convergence::wish(&self.request.convergence, downtime),
             SWITCH_OVERHEAD,
         )
         .map_err(internal)?;
+        if may_follow {
+            engine.memory_may_follow();
+        }
         local_disks::add(&mut engine, outbound.disks()).map_err(internal)?;
         let encoding = self.request.encoding.or(&self.source.parts.config.encoding);
         let references = encoding.references.unwrap_or(true);
@@ -508,11 +567,16 @@ fn offered(context: &Context, offer: &Offer, outbound: &SourceQemu, held: &Held)
     });
     let mut offer = offer.clone();
     let ports = port::take(&mut offer.guest);
-    if !ports.is_empty() {
+    let memory = outbound.follows();
+    if !ports.is_empty() || memory != Pulled::Nothing {
         let files = held.claims().to_vec();
         let offer = DisksOffer { offer, disks };
         let offered = FilesOffer { offer, files };
-        return ToDestination::OfferPorts(Box::new(PortsOffer { offered, ports }));
+        return ToDestination::OfferPorts(Box::new(PortsOffer {
+            offered,
+            ports,
+            memory,
+        }));
     }
     if !held.is_empty() {
         let files = held.claims().to_vec();

@@ -4,6 +4,7 @@
 use crate::context::Context;
 use crate::disks;
 use crate::host::fail_point;
+use crate::host::qemu::is_alive;
 use crate::source::local_disks::LocalDisk;
 use crate::source::retained_qemu::RetainedQemu;
 use crate::source::sender::{Content, Sending};
@@ -11,17 +12,19 @@ use crate::status::usage::{Meter, Usage};
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_codec::BlockId;
 use longhaul_engine::source::{Source, SourceError, Unseen};
+use longhaul_engine::strategy::{Before, Promise, Strategy};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::manager::{AbortError, GuestManager, Lease, ManagerError, Stays};
 use longhaul_hypervisor::memory::{
-    AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Progress, Written,
+    AttachError, Event, Frozen, GuestMemory, Layout, Outgoing, OutgoingError, Progress, Written,
 };
 use longhaul_hypervisor::qmp::Qmp;
+use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use longhaul_storage::disk::RawDisk;
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// The reason why a departing guest's QEMU failed.
@@ -76,6 +79,12 @@ pub(crate) struct SourceQemu {
     gone: bool,
     meter: Meter,
     disks: Vec<LocalDisk>,
+    /// The strategy of its memory.
+    strategy: Strategy,
+    /// Whether its memory may follow although it has to be there by its strategy.
+    may_follow: bool,
+    /// Where its RAM lies, once that is known.
+    layout: Arc<OnceLock<Layout>>,
 }
 
 /// The result of stopping a guest.
@@ -127,12 +136,36 @@ impl SourceQemu {
             gone: false,
             meter: Meter::start(),
             disks: Vec::new(),
+            strategy: Strategy::PRECOPY,
+            may_follow: false,
+            layout: Arc::default(),
         })
     }
 
     /// Adds the disks that move with the guest.
     pub(crate) fn take_along(&mut self, disks: Vec<LocalDisk>) {
         self.disks = disks;
+    }
+
+    /// Sets the strategy of its memory, and whether the memory may follow in any case.
+    pub(crate) fn moves_by(&mut self, strategy: Strategy, may_follow: bool) {
+        self.strategy = strategy;
+        self.may_follow = may_follow;
+    }
+
+    /// Returns the strategy of its memory, and whether the memory may follow in any case.
+    pub(crate) fn strategy(&self) -> (Strategy, bool) {
+        (self.strategy, self.may_follow)
+    }
+
+    /// Returns the part of its memory that may follow when it runs at the destination.
+    pub(crate) fn follows(&self) -> Pulled {
+        match self.strategy.before {
+            _ if self.may_follow => Pulled::Often,
+            _ if self.strategy.promise != Promise::List => Pulled::Nothing,
+            Before::Nothing => Pulled::All,
+            _ => Pulled::Often,
+        }
     }
 
     /// Returns the disks that move with the guest.
@@ -183,6 +216,7 @@ impl SourceQemu {
         let disks = self.disks.iter();
         let disks = disks.map(|disk| (disk.spec.id, Place::Disk(disk.disk.clone())));
         Box::new(GuestContent {
+            guest: self.guest.clone(),
             memory: self.memory.clone(),
             places: memory.chain(disks).collect(),
         })
@@ -196,7 +230,33 @@ impl SourceQemu {
         let (outgoing, prelude) = started.await?;
         self.prelude = prelude.bytes;
         self.outgoing = Some(outgoing);
+        if self.follows() != Pulled::Nothing {
+            self.look_at_layout();
+        }
         Ok(())
+    }
+
+    /// Finds out where its RAM lies, beside the move.
+    fn look_at_layout(&self) {
+        let (qmp, memory) = (self.lease.qmp().clone(), self.memory.clone());
+        let (found, guest) = (self.layout.clone(), self.guest.name().to_owned());
+        tokio::spawn(async move {
+            match Layout::of(&qmp, &memory).await {
+                Ok(Some(layout)) => drop(found.set(layout)),
+                // What QEMU needs is asked for one by one then.
+                Ok(None) => tracing::debug!(guest, "the layout of its RAM is not known"),
+                Err(error) => tracing::debug!(guest, %error, "the layout of its RAM is not known"),
+            }
+        });
+    }
+
+    /// Returns the blocks that QEMU at the destination probably reads while it loads the guest, in
+    /// ascending order, and their region: those that its device state names.
+    pub(crate) fn needed_to_load(&self, tail: &[u8]) -> Option<(RegionId, Vec<BlockRange>)> {
+        let (place, blocks) = self.layout.get()?.named(tail);
+        let mut places = self.places.iter();
+        let (region, _) = places.find(|(_, at)| **at == place)?;
+        Some((*region, blocks))
     }
 
     /// Returns QEMU's stream up to and including its list of RAM blocks.
@@ -421,6 +481,7 @@ enum Place {
 }
 
 struct GuestContent {
+    guest: Guest,
     memory: Arc<GuestMemory>,
     places: BTreeMap<RegionId, Place>,
 }
@@ -453,5 +514,9 @@ impl Content for GuestContent {
                 .map_err(|error| error.to_string())?;
         }
         Ok(())
+    }
+
+    fn is_there(&self) -> Result<(), String> {
+        is_alive(&self.guest)
     }
 }

@@ -4,7 +4,8 @@
 //!
 //! The core talks to the destination until both journals are complete. If the destination has yet
 //! to send READY, no blocks are sent to it: it is asked to give up. If the guest runs there, the
-//! missing blocks of its disks are sent from their images.
+//! missing blocks of its disks are sent from their images, and those of its memory from its stopped
+//! QEMU.
 
 use crate::context::Context;
 use crate::disks::exports;
@@ -14,6 +15,7 @@ use crate::handover::ledger::{
     Ledger, SourceHandover, SourceOwner, claimed, drive_source, tell_source, time_source, until,
 };
 use crate::host::arbiter::Answer;
+use crate::host::memory_notes::{LeftNote, MemoryNote};
 use crate::host::right::Holder;
 use crate::source::Source;
 use crate::source::acks::Acknowledging;
@@ -21,7 +23,7 @@ use crate::source::companion::{About, Companions};
 use crate::source::connect::{
     Attempted, Dial, Dialled, Session, SessionError, dialled, next_message,
 };
-use crate::source::drain::{self, Drain};
+use crate::source::drain::{self, Drain, LeftMemory};
 use crate::source::sender::SendError;
 use crate::status::migration::Entry;
 use crate::status::registry::{Reservation, Taken};
@@ -32,6 +34,7 @@ use longhaul_attempt::source::{Action, Cause, Claimed, Config, DialError, Event,
 use longhaul_engine::handover::{SourceState, Terms};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::manager::Stays;
+use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Epoch, MigrationId, StoreId};
@@ -136,6 +139,7 @@ impl SourceOwner for RecoveredSource {
                 if let Err(error) = guests.confirm(&ledger.guest, None).await {
                     tracing::error!(guest = ledger.guest, %error, "something is left over");
                 }
+                forget_left_memory(ledger);
                 self.companions.committed().await;
             }
             Action::Because(Cause::Peer(reason)) => {
@@ -443,14 +447,37 @@ impl RecoveredSource {
         }
     }
 
-    /// Finds the images that missing blocks are sent from, unless they are known.
+    /// Finds the stopped QEMU that holds memory which is missing at the destination.
+    async fn find_left_memory(&self) -> io::Result<Option<LeftMemory>> {
+        let ledger = &self.handover.ledger;
+        let (parts, guest) = (&ledger.context.parts, &ledger.guest);
+        let note = LeftNote::read(&parts.config.state, guest, ledger.migration)?;
+        let Some(note) = note else { return Ok(None) };
+        let found = block_in_place(|| parts.guests.find(guest))?;
+        let qemu = match found {
+            Some(found) => {
+                let lease = parts.guests.lease(&found, COMMAND_TIMEOUT).await;
+                let lease = lease.map_err(io::Error::other)?;
+                let pid = found
+                    .pid()
+                    .ok_or_else(|| io::Error::other("it has no process"))?;
+                let memory = GuestMemory::attach(lease.qmp(), pid).await;
+                Some((found, memory.map_err(io::Error::other)?))
+            }
+            None => None,
+        };
+        Ok(Some(LeftMemory { note, qemu }))
+    }
+
+    /// Finds what missing blocks are sent from, unless it is known.
     async fn find_left(&mut self) -> Result<(), SessionError> {
         if self.left.is_some() {
             return Ok(());
         }
+        let memory = self.find_left_memory().await?;
         let ledger = &self.handover.ledger;
         let (state, guest) = (&ledger.context.parts.config.state, &ledger.guest);
-        let left = block_in_place(|| drain::left(state, guest, ledger.migration))?;
+        let left = block_in_place(|| drain::left(state, guest, ledger.migration, memory))?;
         let Some(draining) = left else {
             return Ok(());
         };
@@ -539,9 +566,10 @@ impl RecoveredSource {
 
     /// Resumes the guest here, if its QEMU still exists. Returns false if it has to be tried again.
     async fn resume(&mut self) -> bool {
-        // No blocks of its disks are sent any more.
+        // No blocks of it are sent any more.
         self.left = None;
         let ledger = &self.handover.ledger;
+        forget_left_memory(ledger);
         let here = &ledger.context.parts.config.name;
         let guest = &ledger.guest;
         let records = of_attempt(&ledger.journal, ledger.terms);
@@ -692,12 +720,22 @@ fn config(terms: Terms, drains: bool) -> Config {
     }
 }
 
-/// Returns whether blocks of a departed guest's disks may be missing at the destination. Their disk
-/// exports stay until all blocks are there.
+/// Removes the note of memory that a QEMU here holds for the destination.
+fn forget_left_memory(ledger: &Ledger) {
+    let (state, guest) = (&ledger.context.parts.config.state, &ledger.guest);
+    if let Err(error) = LeftNote::forget(state, guest) {
+        tracing::warn!(guest, %error, "a note of its memory stays");
+    }
+}
+
+/// Returns whether blocks of a departed guest may be missing at the destination. Its disk exports
+/// and its QEMU stay until all blocks are there.
 fn leaves(context: &Context, guest: &str, migration: MigrationId) -> bool {
-    let left = block_in_place(|| left_images::left(&context.parts.config.state, guest, migration));
+    let state = &context.parts.config.state;
+    let disks = block_in_place(|| left_images::left(state, guest, migration));
+    let memory = block_in_place(|| LeftNote::read(state, guest, migration));
     // Notes that cannot be read are read again when the blocks are sent.
-    left.map_or(true, |left| !left.is_empty())
+    disks.map_or(true, |left| !left.is_empty()) || memory.map_or(true, |left| left.is_some())
 }
 
 /// Returns the first epoch of a restored attempt. The destination may have seen any number of

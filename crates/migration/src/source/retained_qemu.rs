@@ -5,6 +5,7 @@
 use crate::context::Context;
 use crate::host::fail_point;
 use crate::host::memory_cache::{KeptMemory, Memory, Written};
+use crate::host::qemu::is_alive;
 use crate::host::retained_qemus::Retained;
 use longhaul_api::Phase;
 use longhaul_hypervisor::Guest;
@@ -63,11 +64,7 @@ impl Memory for Read<'_> {
         let place = places.get(region).ok_or("there is no such region")?;
         let read = memory.read(*place, &[range], into);
         read.map_err(|error| error.to_string())?;
-        // The process id may have been reused.
-        match guest.process().map(|id| id.is_alive()) {
-            Some(Ok(true)) => Ok(()),
-            _ => Err("QEMU has ended".to_owned()),
-        }
+        is_alive(guest)
     }
 
     fn may_go_on(&self) -> bool {

@@ -100,6 +100,12 @@ impl Encoded {
 pub(crate) trait Content: Send + Sync + 'static {
     /// Reads these blocks into `into`, in their order.
     fn read(&self, blocks: &[BlockId], into: &mut [[u8; BLOCK_SIZE]]) -> Result<(), String>;
+
+    /// Returns an error if what was read last may be another guest's: the process whose memory is
+    /// read has ended. Asked in the drain, which has no other eye on it.
+    fn is_there(&self) -> Result<(), String> {
+        Ok(())
+    }
 }
 
 /// The reason why sending ended.
@@ -349,10 +355,16 @@ impl Sending {
         blocks: &[BlockId],
         content: &mut [[u8; BLOCK_SIZE]],
     ) -> Result<Vec<usize>, SendError> {
-        let Err(error) = self.content.read(blocks, content) else {
+        let drains = self.engine().is_draining();
+        let read = self.content.read(blocks, content);
+        let there = || match drains {
+            true => self.content.is_there(),
+            false => Ok(()),
+        };
+        let Err(error) = read.and_then(|()| there()) else {
             return Ok(Vec::new());
         };
-        if self.engine().is_draining() {
+        if drains {
             return Ok(self.read_each(blocks, content));
         }
         let alone = |block: &BlockId| self.content.read(&[*block], &mut [[0; BLOCK_SIZE]]).err();
@@ -365,7 +377,7 @@ impl Sending {
         let mut places = Vec::new();
         for (place, block) in blocks.iter().enumerate() {
             let read = self.content.read(&[*block], &mut content[place..=place]);
-            if let Err(why) = read {
+            if let Err(why) = read.and_then(|()| self.content.is_there()) {
                 content[place].fill(0);
                 places.push(place);
                 lock(&self.unreadable).push((*block, why));
@@ -381,7 +393,10 @@ impl Sending {
 
     /// Returns whether a block can be read.
     pub(crate) fn can_be_read(&self, block: BlockId) -> bool {
-        let read = || self.content.read(&[block], &mut [[0; BLOCK_SIZE]]);
+        let read = || {
+            let read = self.content.read(&[block], &mut [[0; BLOCK_SIZE]]);
+            read.and_then(|()| self.content.is_there())
+        };
         block_in_place(read).is_ok()
     }
 

@@ -112,12 +112,14 @@ pub(crate) enum Next {
 }
 
 impl Comparison {
-    /// Compares everything that is not known to be equal, except disks that are drained. The guest
-    /// must be stopped at the source.
+    /// Compares everything that is not known to be equal, except disks that are drained, and memory
+    /// that may follow. The guest must be stopped at the source.
     pub(crate) fn begin(outbound: &SourceQemu, sending: &Arc<Sending>) -> Self {
+        let follows = sending.engine().memory_follows();
         let (memory, places) = outbound.memory();
         let regions = outbound.regions().iter();
         let memory = regions
+            .filter(|_| !follows)
             .filter_map(|spec| {
                 let place = *places.get(&spec.id)?;
                 Some((spec.clone(), Content::Memory(memory.clone(), place)))

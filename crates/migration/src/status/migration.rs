@@ -21,6 +21,8 @@ pub(crate) struct Facts {
     pub(crate) source: String,
     pub(crate) destination: String,
     pub(crate) asked: Asked,
+    /// The strategy of the memory.
+    pub(crate) strategy: Strategy,
 }
 
 /// A migration of this host, in progress or ended.
@@ -84,7 +86,7 @@ impl Entry {
             side: facts.side,
             source: facts.source.clone(),
             destination: facts.destination.clone(),
-            strategy: Strategy::Precopy,
+            strategy: facts.strategy,
             asked: facts.asked.clone(),
             started_unix_ms: unix_ms(),
             ended_unix_ms: None,
@@ -100,7 +102,8 @@ impl Entry {
             side: facts.side,
             source: facts.source,
             destination: facts.destination,
-            strategy: Strategy::Precopy,
+            strategy: facts.strategy,
+            strategy_why: None,
             asked: facts.asked.clone(),
             started_unix_ms: migration.started_unix_ms,
             phase: Phase::Preparing,
@@ -149,6 +152,7 @@ impl Entry {
     /// Creates a migration that ended under an earlier agent, from its report.
     pub(crate) fn ended(id: MigrationId, migration: Migration, report: Report) -> Self {
         let facts = Facts {
+            strategy: Strategy::Precopy,
             id,
             guest: migration.guest.clone(),
             side: migration.side,
@@ -442,6 +446,7 @@ mod tests {
     #[test]
     fn a_drain_does_not_hold_up_an_agent_that_stops() {
         let entry = Entry::new(Facts {
+            strategy: Strategy::Precopy,
             id: MigrationId([7; 8]),
             guest: "web-7".to_owned(),
             side: Side::Source,

@@ -327,6 +327,7 @@ mod tests {
 
     fn entry(id: MigrationId, side: Side) -> Arc<Entry> {
         Arc::new(Entry::new(Facts {
+            strategy: longhaul_api::Strategy::Precopy,
             id,
             guest: "web".to_owned(),
             side,

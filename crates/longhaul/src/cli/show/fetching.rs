@@ -1,5 +1,5 @@
-//! Formats a guest that runs at the destination while the missing blocks of its disks are fetched,
-//! for both ends.
+//! Formats a guest that runs at the destination while the missing blocks of its disks and its
+//! memory are fetched, for both ends.
 
 use super::figure;
 use crate::cli::paint::{Line, Tone, wrap};
@@ -13,10 +13,10 @@ fn disks(progress: &Progress) -> impl Iterator<Item = &RegionProgress> {
     progress.regions.iter().filter(|region| region.disk)
 }
 
-/// Returns whether missing blocks of a guest's disks are being fetched.
+/// Returns whether missing blocks of a guest are being fetched.
 fn is_under_way(migration: &Migration, progress: &Progress) -> bool {
-    let left =
-        disks(progress).any(|disk| disk.blocks_pending > 0 || disk.unreadable_byte.is_some());
+    let mut regions = progress.regions.iter();
+    let left = regions.any(|it| it.blocks_pending > 0 || it.unreadable_byte.is_some());
     let something = left || progress.trouble.is_some();
     migration.outcome.is_none() && migration.phase == Phase::Finishing && something
 }
@@ -52,7 +52,7 @@ pub(crate) fn block(migration: &Migration, width: usize) -> Vec<Line> {
         let pieces = wrap(&text, room).into_iter();
         lines.extend(pieces.map(|piece| Line::text(INDENT).tone(tone, piece)));
     };
-    let waiting = disks(progress).filter_map(|disk| disk.waiting);
+    let waiting = progress.regions.iter().filter_map(|region| region.waiting);
     match waiting.sum::<u64>() {
         0 => {}
         1 => say(
@@ -81,18 +81,20 @@ pub(crate) fn block(migration: &Migration, width: usize) -> Vec<Line> {
     lines
 }
 
-/// Returns each disk with missing blocks.
+/// Returns the memory and each disk with missing blocks.
 fn left(progress: &Progress) -> String {
+    let bytes = |blocks: u64| show_bytes(blocks.saturating_mul(BLOCK_SIZE as u64));
+    let memory = progress.regions.iter().filter(|region| !region.disk);
+    let memory: u64 = memory.map(|region| region.blocks_pending).sum();
+    let memory = (memory > 0).then(|| format!("{} of its memory", bytes(memory)));
     let left = disks(progress).filter(|disk| disk.blocks_pending > 0);
-    let parts: Vec<String> = left
-        .map(|disk| {
-            let bytes = disk.blocks_pending.saturating_mul(BLOCK_SIZE as u64);
-            let how = disk
-                .strategy
-                .map_or_else(String::new, |how| format!(" ({how})"));
-            format!("{} of {}{how}", show_bytes(bytes), disk.name)
-        })
-        .collect();
+    let left = left.map(|disk| {
+        let how = disk
+            .strategy
+            .map_or_else(String::new, |how| format!(" ({how})"));
+        format!("{} of {}{how}", bytes(disk.blocks_pending), disk.name)
+    });
+    let parts: Vec<String> = memory.into_iter().chain(left).collect();
     match parts.as_slice() {
         [] => "something is".to_owned(),
         parts => format!("{} are", parts.join(", ")),

@@ -127,6 +127,9 @@ fn date(days: u64) -> (u64, u64, u64) {
 pub(crate) fn strategy(strategy: Strategy) -> &'static str {
     match strategy {
         Strategy::Precopy => "pre-copy",
+        Strategy::Hybrid => "hybrid",
+        Strategy::Postcopy => "post-copy",
+        Strategy::Auto => "auto",
     }
 }
 

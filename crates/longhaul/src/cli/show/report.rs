@@ -16,6 +16,11 @@ const DETAIL: usize = 44;
 /// Formats the whole report.
 pub(crate) fn report(report: &Report, width: usize) -> Vec<Line> {
     let mut lines = vec![headline(report)];
+    if let Some(why) = &report.strategy_why {
+        let text = format!("{}: {why}", figure::strategy(report.strategy));
+        let pieces = wrap(&text, width.saturating_sub(4).max(20)).into_iter();
+        lines.extend(pieces.map(|text| Line::text(format!("  {text}"))));
+    }
     if let Some(reason) = &report.reason {
         let texts = [Some(&reason.message), reason.hint.as_ref()];
         for text in texts.into_iter().flatten().chain(&reason.state_of_guest) {

@@ -283,6 +283,7 @@ pub(crate) fn report() -> Report {
         source: "lyon-1".into(),
         destination: "paris-2".into(),
         strategy: Strategy::Precopy,
+        strategy_why: None,
         asked: asked(),
         started_unix_ms: 1_800_000_000_000,
         phase: Phase::Finishing,

@@ -1,16 +1,19 @@
 //! Carries out the decisions of the core at the destination.
 
-use crate::destination::attempt::DestinationAttempt;
+use crate::destination::arriving_memory::MemoryNews;
+use crate::destination::attempt::{DestinationAttempt, next_news};
 use crate::destination::fetch::{Begun, Fetch};
 use crate::handover::attempt_record::abort_reason;
 use crate::handover::ledger::{
     DestinationHandover, DestinationOwner, drive_destination, tell_destination,
 };
+use crate::host::memory_notes::{ArrivingNote, MemoryNote};
 use crate::status::in_doubt;
 use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve, Side};
 use longhaul_attempt::destination::{Action, Event};
 use longhaul_engine::handover::DestinationState;
 use longhaul_hypervisor::manager::CommitError;
+use longhaul_protocol::Generation;
 use longhaul_protocol::message::{Summary, ToSource};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -71,7 +74,9 @@ impl DestinationAttempt {
 
     /// Continues by fetching the missing blocks.
     pub(crate) async fn fetch(mut self) {
-        self.disconnect_bulk();
+        if self.memory.is_none() {
+            self.disconnect_bulk();
+        }
         let Self {
             context,
             entry,
@@ -86,10 +91,12 @@ impl DestinationAttempt {
             inbound,
             companions,
             admission,
+            memory,
+            bulk,
             ..
         } = self;
-        // The guest's memory has arrived. Its monitor must be free for the removal of the disk
-        // exports.
+        // The guest's memory has arrived, or what serves QEMU holds its monitor until it has. It
+        // must be free for the removal of the disk exports.
         drop((inbound, admission));
         let begun = Begun {
             entry: Some(entry),
@@ -99,6 +106,8 @@ impl DestinationAttempt {
             called,
             present,
             call,
+            bulk,
+            memory,
             clock,
             running,
             companions,
@@ -117,6 +126,10 @@ impl DestinationAttempt {
     pub(crate) async fn end(mut self) {
         if !self.state().owns_guest() {
             self.companions.aborted().await;
+        }
+        let (state, guest) = (&self.context.parts.config.state, &self.offer.guest.name);
+        if let Err(error) = ArrivingNote::forget(state, guest) {
+            tracing::warn!(guest, %error, "a note of its memory stays");
         }
         self.running().await;
         self.tell_clock().await;
@@ -171,10 +184,37 @@ impl DestinationAttempt {
         }
     }
 
+    /// Makes the guest this host's, and resumes it. QEMU may need memory for that which has yet to
+    /// come: what it asks for is passed on meanwhile.
+    async fn commit(&mut self, generation: Generation) -> Result<(), CommitError> {
+        let Self {
+            inbound,
+            memory,
+            call,
+            offer,
+            ..
+        } = self;
+        let commit = inbound.commit(generation, offer.paused);
+        tokio::pin!(commit);
+        loop {
+            let news = tokio::select! {
+                done = &mut commit => return done,
+                news = next_news(memory) => news,
+            };
+            if let (MemoryNews::Want(region, range), Some(call)) = (news, call.as_mut()) {
+                let ranges = vec![range];
+                if let Err(error) = call.sender.send(&ToSource::Want { region, ranges }) {
+                    // The task that fetches memory asks again.
+                    tracing::info!(%error, "the source is gone");
+                }
+            }
+        }
+    }
+
     async fn resume_guest(&mut self) -> Event {
         let generation = self.handover.ledger.terms.next();
         self.companions.committed().await;
-        match self.inbound.commit(generation, self.offer.paused).await {
+        match self.commit(generation).await {
             Ok(()) => {
                 if !self.offer.paused {
                     self.clock = Some(self.inbound.set_clock());

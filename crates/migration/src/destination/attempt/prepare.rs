@@ -15,7 +15,7 @@ use crate::host::fail_point;
 use crate::limits::peer_quota::{self, Admission};
 use crate::status::migration::{Entry, Facts};
 use crate::status::registry::{Reservation, Taken};
-use longhaul_api::{Asked, Side};
+use longhaul_api::{Asked, Side, Strategy};
 use longhaul_attempt::Destination as Core;
 use longhaul_attempt::destination::Config;
 use longhaul_engine::handover::{DestinationState, Record, Terms};
@@ -75,13 +75,14 @@ impl From<Refusal> for Refused {
 pub(crate) async fn prepare(
     context: &Arc<Destination>,
     call: &mut Call,
-    (offer, disks): (Offer, &[OfferedDisk]),
+    (offer, disks, follows): (Offer, &[OfferedDisk], Pulled),
     files: Option<&[FileClaim]>,
 ) -> Result<(DestinationAttempt, BulkOffer), Refused> {
     let peer = call.control.peer().host.clone();
     let (admission, reservation) = admit(context, call, &offer).await?;
     check(context, &offer, disks).await?;
-    let entry = entry_of(&offer, &peer.name, &context.parts.config.name);
+    let names = (&*peer.name, &*context.parts.config.name);
+    let entry = entry_of(&offer, names, follows);
     let about = About {
         context: context.context.clone(),
         guest: offer.guest.name.clone(),
@@ -92,6 +93,7 @@ pub(crate) async fn prepare(
         peer: &peer,
         offer,
         disks,
+        follows,
         claims: files,
         places: Vec::new(),
         images: Vec::new(),
@@ -104,7 +106,11 @@ pub(crate) async fn prepare(
     // From here on the attempt's task answers questions about it, not the journal.
     let present = Present::new(&context.handles, arrival.clone());
     let mut journal = begin(context, &peer, &offered.offer)?;
-    let launched = match note_incomplete(context, &mut journal, &offered.offer, disks) {
+    let incomplete = disks.iter().map(|disk| disk.pulled).chain([follows]);
+    let incomplete = incomplete
+        .filter(|pulled| *pulled != Pulled::Nothing)
+        .count();
+    let launched = match note_incomplete(context, &mut journal, &offered.offer, incomplete) {
         Ok(()) => launch(context, call, &mut companions, &mut offered, &admission).await,
         Err(refusal) => Err((refusal, None)),
     };
@@ -119,7 +125,7 @@ pub(crate) async fn prepare(
         }
     };
     context.registry.add(entry.clone());
-    let fetches = disks.iter().any(|disk| disk.pulled != Pulled::Nothing);
+    let fetches = incomplete > 0;
     let waits = !companions.have_arrived();
     let handover = handover(context, &peer, &offer, (fetches, waits), journal);
     arrival.set_state(handover.state());
@@ -142,6 +148,7 @@ pub(crate) async fn prepare(
         _broken: None,
         tail_bytes: None,
         loading: None,
+        memory: None,
         sealed: false,
         settled: false,
         fetches: false,
@@ -197,8 +204,13 @@ async fn check(context: &Destination, offer: &Offer, disks: &[OfferedDisk]) -> R
     }
 }
 
-fn entry_of(offer: &Offer, source: &str, destination: &str) -> Arc<Entry> {
+fn entry_of(offer: &Offer, (source, destination): (&str, &str), follows: Pulled) -> Arc<Entry> {
     Arc::new(Entry::new(Facts {
+        strategy: match follows {
+            Pulled::Nothing => Strategy::Precopy,
+            Pulled::Often => Strategy::Hybrid,
+            Pulled::All => Strategy::Postcopy,
+        },
         id: offer.migration,
         guest: offer.guest.name.clone(),
         side: Side::Destination,
@@ -260,7 +272,7 @@ async fn abort(
     companions.aborted().await;
 }
 
-/// Creates the core of the attempt, which `fetches` disks' blocks after the commit, or waits for a
+/// Creates the core of the attempt, which `fetches` blocks after the commit, or waits for a
 /// companion before the guest is stopped.
 fn handover(
     context: &Destination,
@@ -294,15 +306,14 @@ fn handover(
     DestinationHandover::new(core, ledger)
 }
 
-/// Records how many disks may lack blocks when the guest runs here.
+/// Records how many disks may lack blocks when the guest runs here; its memory counts as one.
 fn note_incomplete(
     context: &Context,
     journal: &mut Journal,
     offer: &Offer,
-    disks: &[OfferedDisk],
+    incomplete: usize,
 ) -> Result<(), Refusal> {
-    let incomplete = disks.iter().filter(|disk| disk.pulled != Pulled::Nothing);
-    let incomplete = u16::try_from(incomplete.count()).map_err(|error| cannot(context, &error))?;
+    let incomplete = u16::try_from(incomplete).map_err(|error| cannot(context, &error))?;
     if incomplete == 0 {
         return Ok(());
     }
@@ -350,7 +361,8 @@ async fn launch(
     let disks = disks.of_guest(&offered.offer.guest);
     let content = (disks, std::mem::take(&mut offered.kept));
     let bases = std::mem::take(&mut offered.bases);
-    let launched = DestinationQemu::launch(context, &offered.offer, content, bases, admission);
+    let offer = (&offered.offer, offered.follows);
+    let launched = DestinationQemu::launch(context, offer, content, bases, admission);
     let mut inbound = match launched.await {
         Ok(inbound) => inbound,
         Err(error) => return Err((refusal(error), Some(bulk))),

@@ -7,10 +7,10 @@ use crate::handover::ledger::{DestinationHandover, DestinationOwner};
 use longhaul_attempt::destination::{Action, Event};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::remaining::Remaining;
-use longhaul_protocol::Epoch;
 use longhaul_protocol::disk::Missing;
 use longhaul_protocol::limits::REMAINING_MAX;
 use longhaul_protocol::message::ToSource;
+use longhaul_protocol::{Epoch, RegionId};
 use longhaul_storage::front::arriving::masks::Masks;
 
 impl Fetch {
@@ -37,8 +37,7 @@ impl Fetch {
     async fn accept(&mut self, epoch: Epoch) -> bool {
         self.disconnect();
         self.listen().await;
-        let listens = self.disks.values().all(|fetched| fetched.puller.is_some());
-        if !listens || self.lost.is_some() {
+        if !self.listens() || self.lost.is_some() {
             self.decline();
             return false;
         }
@@ -70,12 +69,13 @@ impl Fetch {
         let Some((receiving, bulk, epoch)) = self.offered.take() else {
             return Ok(());
         };
+        self.send_missing_memory().await?;
         for fetched in self.disks.values_mut() {
             let noted = Masks::read(&fetched.disk.folder.noted_masks());
             let noted = noted.map_err(|error| error.to_string())?;
             fetched.unreadable.clear();
             let masks = noted.as_ref().unwrap_or(&fetched.disk.masks);
-            for missing in missing(masks) {
+            for missing in missing(masks.region, masks.blocks, &masks.missing) {
                 send(&mut self.begun.call, &ToSource::Missing(missing));
             }
         }
@@ -85,21 +85,22 @@ impl Fetch {
                 Err(error) => BulkEnd::Lost(error.into()),
             }
         }));
+        self.want_memory().await;
         Ok(())
     }
 }
 
-/// Returns the messages that name the missing blocks of a disk.
-fn missing(masks: &Masks) -> Vec<Missing> {
-    let chunks = masks.blocks.div_ceil(CHUNK_BLOCKS) as u32;
+/// Returns the messages that name the missing blocks of a region of that many blocks.
+pub(super) fn missing(region: RegionId, blocks: u64, lacks: &[Remaining]) -> Vec<Missing> {
+    let chunks = blocks.div_ceil(CHUNK_BLOCKS) as u32;
     let mut messages = Vec::new();
     let mut from_chunk = 0;
-    let mut left = masks.missing.as_slice();
+    let mut left = lacks;
     loop {
         let (now, later) = left.split_at(left.len().min(REMAINING_MAX));
         let to_chunk = later.first().map_or(chunks, |part: &Remaining| part.chunk);
         messages.push(Missing {
-            region: masks.region,
+            region,
             from_chunk,
             to_chunk,
             lacks: now.to_vec(),
@@ -142,8 +143,8 @@ impl DestinationOwner for Fetch {
             Action::Resume => return Some(Event::Resumed),
             Action::FillMissing => self.giving_up.decide(),
             Action::Finish => self.finished = true,
-            // A guest that runs here is not ended by its source, and its memory has arrived. The
-            // ledger carries out the last two.
+            // A guest that runs here is not ended by its source, and QEMU has loaded it. The ledger
+            // carries out the last two.
             Action::Quit
             | Action::Fetch
             | Action::SendAccepted
@@ -162,7 +163,6 @@ impl DestinationOwner for Fetch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use longhaul_protocol::RegionId;
 
     #[test]
     fn what_is_missing_is_said_of_every_chunk_once() {
@@ -173,23 +173,15 @@ mod tests {
             written_blocks: 0,
         };
         let count = REMAINING_MAX as u32 + 2;
-        let masks = Masks {
-            region: RegionId(1),
-            blocks: u64::from(2 * count) * CHUNK_BLOCKS + 1,
-            boot: [0; 16],
-            missing: (0..count).map(|n| part(2 * n)).collect(),
-        };
-        let said = missing(&masks);
+        let blocks = u64::from(2 * count) * CHUNK_BLOCKS + 1;
+        let lacks: Vec<_> = (0..count).map(|n| part(2 * n)).collect();
+        let said = missing(RegionId(1), blocks, &lacks);
         let ranges: Vec<_> = said
             .iter()
             .map(|one| (one.from_chunk, one.to_chunk))
             .collect();
         let cut = 2 * REMAINING_MAX as u32;
         assert_eq!(ranges, [(0, cut), (cut, 2 * count + 1)]);
-        let none = Masks {
-            missing: Vec::new(),
-            ..masks
-        };
-        assert_eq!(missing(&none).len(), 1);
+        assert_eq!(missing(RegionId(1), blocks, &[]).len(), 1);
     }
 }

@@ -4,9 +4,9 @@ use crate::destination::fetch::{Fetch, Fetched};
 use crate::status::in_doubt;
 use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Resolve};
 use longhaul_attempt::destination::Event;
-use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::handover::{DestinationState, Record};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange};
+use longhaul_engine::remaining;
+use longhaul_protocol::BLOCK_SIZE;
 use longhaul_storage::front::arriving::masks::Masks;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -87,6 +87,10 @@ impl Fetch {
         if !self.giving_up.decided || !runs || !ready || self.is_whole() {
             return;
         }
+        match self.end_without_memory() {
+            Ok(lost) => self.giving_up.lost.extend(lost),
+            Err(why) => return self.pause(&why),
+        }
         // The source that the disks would be compared with is gone.
         self.compared();
         let guest = self.guest().to_owned();
@@ -131,61 +135,11 @@ impl Fetched {
         let noted = Masks::read(&self.disk.folder.noted_masks());
         let noted = noted.map_err(|error| error.to_string())?;
         let masks = noted.as_ref().unwrap_or(&self.disk.masks);
-        for range in missing(masks) {
+        for range in remaining::ranges(&masks.missing, masks.blocks) {
             let brought = puller.bring(range, None);
             brought.map_err(|error| error.to_string())?;
         }
         puller.settle().map_err(|error| error.to_string())?;
         Ok(masks.missing_blocks())
-    }
-}
-
-/// Returns the missing blocks in as few ranges as possible.
-fn missing(masks: &Masks) -> Vec<BlockRange> {
-    let mut ranges: Vec<BlockRange> = Vec::new();
-    for part in &masks.missing {
-        for chunk in part.chunk..part.chunk.saturating_add(part.chunks) {
-            let first = u64::from(chunk) * CHUNK_BLOCKS;
-            let bits = (0..CHUNK_BLOCKS).filter(|bit| part.mask & 1 << bit != 0);
-            for block in bits.map(|bit| first + bit) {
-                match ranges.last_mut() {
-                    Some(last) if last.end() == block => last.count += 1,
-                    _ if block < masks.blocks => ranges.push(BlockRange::new(block, 1)),
-                    _ => {}
-                }
-            }
-        }
-    }
-    ranges
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use longhaul_engine::remaining::Remaining;
-    use longhaul_protocol::RegionId;
-
-    #[test]
-    fn missing_blocks_are_named_in_few_ranges() {
-        let part = |chunk, chunks, mask| Remaining {
-            chunk,
-            chunks,
-            mask,
-            written_blocks: 0,
-        };
-        let masks = Masks {
-            region: RegionId(1),
-            blocks: 5 * CHUNK_BLOCKS,
-            boot: [0; 16],
-            missing: vec![part(0, 1, 0b101), part(1, 2, u64::MAX), part(3, 1, 1)],
-        };
-        let found: Vec<_> = missing(&masks)
-            .iter()
-            .map(|range| (range.start, range.count))
-            .collect();
-        assert_eq!(
-            found,
-            [(0, 1), (2, 1), (CHUNK_BLOCKS, 2 * CHUNK_BLOCKS + 1)]
-        );
     }
 }

@@ -1,8 +1,11 @@
-//! Finds the disks that lack blocks by their notes, and compares their number with the journal's.
+//! Finds the disks and the memory that lack blocks by their notes, and compares their number with
+//! the journal's.
 
+use crate::destination::fetch::memory::FetchedMemory;
 use crate::destination::fetch::{Fetch, Fetched};
 use crate::disks::exports;
 use crate::handover::attempt_record;
+use crate::host::memory_notes::{self, ArrivingNote, MemoryNote};
 use std::collections::BTreeSet;
 
 impl Fetch {
@@ -30,18 +33,29 @@ impl Fetch {
                 folder.display()
             )
         })?;
+        let memory = ArrivingNote::read(&state, &ledger.guest, ledger.migration);
+        let memory = memory.map_err(|error| {
+            let host = &ledger.host;
+            format!("what is missing of its memory is not known: {error}; {host} keeps it")
+        })?;
         let expected = attempt_record::incomplete_disks(&ledger.journal, ledger.terms);
         let expected = expected.unwrap_or(found.len());
-        let text = match found.len() < expected {
+        let noted = found.len() + usize::from(memory.is_some());
+        let text = match noted < expected {
             true => Some(format!(
-                "{} of the {expected} disks that may lack blocks have no note in {}: {} keeps its \
-                 images. If the folder was moved, move it back; an older copy of it is wrong",
-                expected - found.len(),
+                "{} of the {expected} disks that may lack blocks (its memory counts as one) have \
+                 no note in {} and {}: {} keeps what it has. If a folder was moved, move it back; \
+                 an older copy of it is wrong",
+                expected - noted,
                 folder.display(),
+                memory_notes::folder(&state).display(),
                 ledger.host
             )),
             false => None,
         };
+        if let (None, Some(note)) = (&self.memory, memory) {
+            self.memory = Some(FetchedMemory::new(note, self.begun.memory.take()));
+        }
         // If the number of disks is unchanged, the known ones keep their state.
         if found.len() != self.disks.len() {
             let fetched = found.into_iter().map(|disk| {
@@ -65,8 +79,9 @@ impl Fetch {
         text.map_or(Ok(()), Err)
     }
 
-    /// Returns whether every disk that the journal counts is known, and complete.
+    /// Returns whether every disk that the journal counts is known and complete, and the memory is.
     pub(crate) fn is_whole(&self) -> bool {
-        self.lost.is_none() && self.disks.values().all(|fetched| fetched.whole)
+        let memory = self.memory.as_ref().is_none_or(|memory| memory.note.whole);
+        self.lost.is_none() && memory && self.disks.values().all(|fetched| fetched.whole)
     }
 }

@@ -1,5 +1,6 @@
-//! Shows the progress of a guest that runs here while a part of its disks has yet to arrive.
+//! Shows the progress of a guest that runs here while a part of it has yet to arrive.
 
+use crate::destination::fetch::memory::FetchedMemory;
 use crate::destination::fetch::{Fetch, Fetched};
 use longhaul_api::{DiskChoice, RegionProgress};
 use longhaul_protocol::disk::Pulled;
@@ -67,7 +68,10 @@ impl Fetch {
         let Some(entry) = &self.begun.entry else {
             return;
         };
-        let regions = self.disks.values().map(Fetched::progress).collect();
+        let memory = self.memory.iter().flat_map(FetchedMemory::progress);
+        let disks = self.disks.values().map(Fetched::progress);
+        let regions = memory.chain(disks).collect();
+        let stuck = || self.memory.as_ref().and_then(FetchedMemory::trouble);
         let mut broken = self.disks.values().map(|fetched| fetched.broken.clone());
         let broken = broken.find_map(|broken| broken);
         let silent = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
@@ -75,7 +79,8 @@ impl Fetch {
             progress.regions = regions;
             progress.link.interrupted_ms = silent;
             let lost = || self.lost.clone();
-            progress.trouble = broken.or_else(lost).or_else(|| self.trouble.clone());
+            let trouble = broken.or_else(lost).or_else(stuck);
+            progress.trouble = trouble.or_else(|| self.trouble.clone());
         });
     }
 

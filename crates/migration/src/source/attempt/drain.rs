@@ -1,25 +1,39 @@
-//! The drain of a guest's disks from the point of view of its attempt.
+//! The drain of a guest's memory and disks from the point of view of its attempt.
 
 use crate::disks::left_images;
 use crate::source::attempt::SourceAttempt;
 use crate::source::drain::Drain;
 use crate::source::local_disks::may_be_left;
 use crate::source::verify::Image;
+use crate::status::failure;
 use longhaul_api::Phase;
+use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::message::{ToDestination, ToSource};
+use longhaul_protocol::{BlockRange, RegionId};
 
 impl SourceAttempt {
     /// Begins the drain, because the guest runs at the destination. It uses a connection that
-    /// begins with the lists of missing blocks.
+    /// begins with the lists of missing blocks; memory alone goes on over the current one.
     pub(crate) fn drain_over_session(&mut self) {
-        let left = self.task.outbound.disks().iter();
+        let outbound = &self.task.outbound;
+        let left = outbound.disks().iter();
         let left: Vec<_> = left
             .filter(|disk| may_be_left(disk))
             .map(Image::of)
             .collect();
-        if self.draining.is_none() && !left.is_empty() {
+        let memory = match outbound.follows() {
+            Pulled::Nothing => Vec::new(),
+            Pulled::Often | Pulled::All => outbound.regions().to_vec(),
+        };
+        if self.draining.is_none() && !(left.is_empty() && memory.is_empty()) {
             let verify = self.task.offer.verify;
-            self.draining = Some(Drain::begin(&self.task.sending, left, verify));
+            let goes_on = left.is_empty() && self.line().is_some();
+            let sending = &self.task.sending;
+            self.draining = Some(match goes_on {
+                true => Drain::go_on(sending, &memory),
+                false => Drain::begin(sending, &memory, left, verify),
+            });
+            self.task.sending.wake();
             let state = self.task.source.parts.config.state.clone();
             let (guest, migration) = (
                 self.task.offer.guest.name.clone(),
@@ -34,6 +48,27 @@ impl SourceAttempt {
         let line = self.line().filter(|_| self.begins_with_missing);
         if let (Some(draining), Some(line)) = (&mut self.draining, line) {
             draining.connected(line);
+        }
+    }
+
+    /// Takes what the destination asks for while it loads the guest.
+    pub(crate) async fn asked_for(&mut self, region: RegionId, ranges: &[BlockRange]) {
+        tracing::debug!(
+            region = region.0,
+            ?ranges,
+            "the destination asks for memory"
+        );
+        self.asked = true;
+        let asked = {
+            let mut engine = self.task.sending.engine();
+            let mut ranges = ranges.iter();
+            ranges.try_for_each(|range| engine.asked(region, *range))
+        };
+        self.task.sending.wake();
+        if let Err(error) = asked {
+            let host = &self.task.host;
+            let error = failure::protocol(host, &error);
+            self.fail(error).await;
         }
     }
 

@@ -3,6 +3,7 @@
 use crate::handover::attempt_record::{is_stale, of_attempt, stale};
 use crate::handover::ledger::{SourceHandover, SourceOwner, claimed, tell_source};
 use crate::host::arbiter::Answer;
+use crate::host::memory_notes::{LeftNote, MemoryNote};
 use crate::source::attempt::{SUMMARY_WITHIN, SourceAttempt, Task};
 use crate::source::connect::{Attempted, Dial, next_message};
 use crate::source::verify::Comparison;
@@ -168,6 +169,7 @@ impl SourceOwner for SourceAttempt {
                 let lost = self.send_held();
                 self.passes_on = false;
                 self.collect_summary().await;
+                self.forget_left_memory();
                 self.departed = self.task.outbound.quit(&self.task.source).await;
                 // What the guest needed stays as long as its QEMU does.
                 if self.departed.is_none() {
@@ -259,6 +261,15 @@ impl SourceAttempt {
             .find_map(|frames| self.post(ToDestination::HeldFrames(frames)))
     }
 
+    /// Removes the note of memory that its QEMU holds for the destination.
+    fn forget_left_memory(&self) {
+        let Task { source, offer, .. } = &self.task;
+        let (state, guest) = (&source.parts.config.state, &offer.guest.name);
+        if let Err(error) = LeftNote::forget(state, guest) {
+            tracing::warn!(guest, %error, "a note of its memory stays");
+        }
+    }
+
     async fn resume(&mut self) -> Event {
         if self.is_stale() {
             let Task { source, offer, .. } = &self.task;
@@ -270,6 +281,7 @@ impl SourceAttempt {
             return Event::Resumed;
         }
         let resumed = self.task.outbound.abort().await;
+        self.forget_left_memory();
         let Task {
             companions,
             outbound,

@@ -141,6 +141,7 @@ impl SourceAttempt {
         let asking = Asking {
             guest: task.offer.guest.name.clone(),
             source: task.source.parts.config.name.clone(),
+            strategy: self.entry().migration().strategy,
             downtime: task.downtime,
             rate_bytes_per_s: rate.map(|rate| limit.map_or(rate, |limit| rate.min(limit))),
             rtt: self.session.as_ref().map(|session| session.control.rtt()),

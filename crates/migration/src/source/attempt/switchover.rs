@@ -1,21 +1,25 @@
 //! The stop of a departing guest, and the sending of what only a stopped guest can give.
 
+use crate::host::memory_notes::{LeftNote, MemoryNote};
 use crate::source::attempt::{SourceAttempt, StoppedAt, Task};
 use crate::source::verify::Comparison;
 use crate::status::failure;
-use longhaul_api::{ApiError, Phase};
+use longhaul_api::{ApiError, Phase, Strategy};
 use longhaul_codec::pack;
-use longhaul_engine::source::Advice;
+use longhaul_engine::source::{Advice, SourceError};
 use longhaul_engine::stop::StopReason;
 use longhaul_hypervisor::disk_cache;
 use longhaul_protocol::RegionId;
+use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::limits::REMAINING_MAX;
 use longhaul_protocol::message::ToDestination;
 use longhaul_protocol::piece::Part;
+use longhaul_protocol::units::show_bytes;
 use longhaul_storage::disk::Disk as _;
 use std::fmt::Display;
+use std::io;
 use std::time::Duration;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::Instant;
 
 /// The guest's disks are flushed early once the predicted downtime is at most this.
@@ -118,6 +122,10 @@ impl SourceAttempt {
         };
         let progress = self.task.outbound.progress();
         self.note_stop(reason, predicted);
+        self.note_strategy();
+        if let Err(error) = self.note_left_memory() {
+            return self.fail(failure::internal(&error.to_string())).await;
+        }
         let migration = self.task.offer.migration;
         tracing::info!(%migration, ?reason, ?predicted, ?left, ?progress, "stopping");
         let stopped = self.task.outbound.freeze(&self.task.sending, now).await;
@@ -153,6 +161,9 @@ impl SourceAttempt {
         if let Err(error) = self.promise_tables() {
             return self.fail(error).await;
         }
+        if let Err(error) = self.promise_needed().and_then(|()| self.leave_out_unused()) {
+            return self.fail(failure::internal(&error.to_string())).await;
+        }
         self.task.sending.engine().closed();
         self.send_tail().await;
         // An early release is recorded while the last blocks travel.
@@ -174,12 +185,114 @@ impl SourceAttempt {
         Ok(())
     }
 
+    /// Queues the blocks of memory that follows which QEMU reads while it loads the guest.
+    fn promise_needed(&self) -> Result<(), SourceError> {
+        let mut engine = self.task.sending.engine();
+        let stopped = self.stopped.as_ref().filter(|_| engine.memory_follows());
+        let needed = stopped.and_then(|it| self.task.outbound.needed_to_load(&it.what.tail));
+        let Some((region, blocks)) = needed else {
+            return Ok(());
+        };
+        tracing::debug!(blocks = blocks.len(), "what the devices name goes ahead");
+        engine.promise(region, blocks)
+    }
+
+    /// Leaves memory that follows and was never used out of the lists: it is zero at both ends.
+    fn leave_out_unused(&self) -> Result<(), SourceError> {
+        let Task {
+            outbound, sending, ..
+        } = &self.task;
+        if !sending.engine().memory_follows() {
+            return Ok(());
+        }
+        let (memory, places) = outbound.memory();
+        for (region, place) in places {
+            let unused = block_in_place(|| memory.unused(place));
+            let mut engine = sending.engine();
+            unused
+                .into_iter()
+                .try_for_each(|range| engine.hole(region, range))?;
+        }
+        Ok(())
+    }
+
     pub(crate) async fn send_tail(&mut self) {
         let Some(stopped) = &self.stopped else { return };
         match pack(&stopped.what.tail[self.early_bytes()..]) {
             Ok(packed) => self.task.sending.add_pieces(Part::DeviceState, &packed),
             Err(error) => self.fail(failure::internal(&error.to_string())).await,
         }
+    }
+
+    /// Lets memory follow at once if the guest writes it faster than the link carries it, where the
+    /// strategy is chosen here. Asked until both are known.
+    pub(crate) fn judge_strategy(&mut self) {
+        let looking = self.task.look.has_changed().is_ok();
+        if self.judged || looking {
+            return;
+        }
+        let mut engine = self.task.sending.engine();
+        let link = engine.link_now().map(|link| link.rate_bytes_per_s);
+        let known = self.task.look.borrow().written_bytes_per_s().zip(link);
+        let Some((written, link)) = known else { return };
+        self.judged = true;
+        if written > link {
+            engine.let_memory_follow();
+        }
+    }
+
+    /// Reports which strategy was chosen, and why.
+    fn note_strategy(&self) {
+        let (_, may_follow) = self.task.outbound.strategy();
+        if !may_follow {
+            return;
+        }
+        let engine = self.task.sending.engine();
+        let follows = engine.memory_follows();
+        let all = engine.sent().blocks() >= engine.all_blocks();
+        let written = engine
+            .written_bytes_per_s()
+            .max(self.task.look.borrow().written_bytes_per_s().unwrap_or(0.0));
+        let link = engine.link_now().map_or(0.0, |link| link.rate_bytes_per_s);
+        drop(engine);
+        let (strategy, why) = match (follows, all) {
+            (false, _) => (Strategy::Precopy, "the downtime is met".to_owned()),
+            (true, all) => {
+                let strategy = match all {
+                    true => Strategy::Hybrid,
+                    false => Strategy::Postcopy,
+                };
+                let why = format!(
+                    "the guest writes {}/s, too fast for the downtime at {}/s",
+                    show_bytes(written as u64),
+                    show_bytes(link as u64)
+                );
+                (strategy, why)
+            }
+        };
+        self.entry().report_with(|report| {
+            report.strategy = strategy;
+            report.strategy_why = Some(why.clone());
+        });
+    }
+
+    /// Notes for a later agent that the stopped QEMU holds memory that may follow.
+    fn note_left_memory(&self) -> io::Result<()> {
+        let Task {
+            source,
+            offer,
+            outbound,
+            ..
+        } = &self.task;
+        if outbound.follows() == Pulled::Nothing {
+            return Ok(());
+        }
+        let note = LeftNote {
+            migration: offer.migration,
+            digest_key: offer.digest_key,
+            regions: outbound.regions().to_vec(),
+        };
+        note.write(&source.parts.config.state, &offer.guest.name)
     }
 
     /// Returns how many bytes of the device state are equal to those that were sent early.
@@ -213,15 +326,13 @@ impl SourceAttempt {
         }
     }
 
-    /// Sends the lists of the disks' missing blocks.
+    /// Sends the lists of missing blocks of the disks, and of memory that may follow.
     async fn send_lists(&mut self) {
-        let regions: Vec<RegionId> = self
-            .task
-            .outbound
-            .disks()
-            .iter()
-            .map(|disk| disk.spec.id)
-            .collect();
+        let outbound = &self.task.outbound;
+        let disks = outbound.disks().iter().map(|disk| disk.spec.id);
+        let memory = outbound.regions().iter().map(|spec| spec.id);
+        let memory = memory.filter(|_| outbound.follows() != Pulled::Nothing);
+        let regions: Vec<RegionId> = memory.chain(disks).collect();
         for region in regions {
             let mut next = Some(0);
             while let Some(from) = next {
@@ -253,6 +364,10 @@ impl SourceAttempt {
         // The engine has nothing more to send, so the count does not change any more.
         let announcement = (line.epoch, line.frames());
         if self.announced == Some(announcement) {
+            return;
+        }
+        // What the destination asks for while it loads the guest is not waited for.
+        if self.announced.is_some_and(|(epoch, _)| epoch == line.epoch) && self.asked {
             return;
         }
         self.announced = Some(announcement);

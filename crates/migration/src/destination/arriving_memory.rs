@@ -1,0 +1,559 @@
+//! The memory of a guest that runs here before all of it has arrived.
+//!
+//! ```text
+//! the source's lists -> Lists -> missing() -> Serving::load: QEMU has loaded the guest
+//! an earlier agent's note -> Serving::recover
+//! frames -> ArrivingMemory -> the task with the Arriving -> MemoryNews -> attempt, or fetch
+//! ```
+//!
+//! The task ends when all pages are here, or QEMU is gone, or nobody holds the [`ArrivingMemory`]
+//! any more. In the latter cases QEMU's post-copy is paused, and can be recovered: the guest waits
+//! only for pages that are missing.
+
+use crate::destination::store::Store;
+use crate::host::lock::lock;
+use crate::host::memory_notes::{ArrivingNote, ArrivingRegion, MemoryNote};
+use longhaul_codec::{BlockId, BlockWrite, Content};
+use longhaul_engine::destination::Destination;
+use longhaul_engine::presence::Presence;
+use longhaul_engine::remaining::{self, Remaining};
+use longhaul_hypervisor::memory::{
+    Arriving, ArrivingEvent, Incoming, IncomingError, Missing, Prelude, Request, read_prelude,
+};
+use longhaul_hypervisor::qmp::Qmp;
+use longhaul_protocol::disk::List;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionKind, RegionSpec};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot};
+
+/// Time limit for QEMU to take pages.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The source's lists of blocks of memory that follow.
+#[derive(Default)]
+pub(crate) struct Lists(BTreeMap<RegionId, (RegionSpec, Presence)>);
+
+impl Lists {
+    /// Creates the lists of the memory among these regions.
+    pub(crate) fn of(regions: &[RegionSpec]) -> Self {
+        let memory = regions.iter();
+        let memory = memory.filter(|spec| spec.kind() == RegionKind::Memory);
+        let list = |spec: &RegionSpec| {
+            let presence = Presence::new(spec.id, spec.blocks);
+            (spec.id, (spec.clone(), presence))
+        };
+        Self(memory.map(list).collect())
+    }
+
+    /// Returns whether memory may follow.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(crate) fn regions(&self) -> impl Iterator<Item = RegionId> {
+        self.0.keys().copied()
+    }
+
+    pub(crate) fn has(&self, region: RegionId) -> bool {
+        self.0.contains_key(&region)
+    }
+
+    fn all(&mut self) -> impl Iterator<Item = &mut Presence> {
+        self.0.values_mut().map(|(_, presence)| presence)
+    }
+
+    pub(crate) fn connected(&mut self, epoch: Epoch) {
+        self.all().for_each(|presence| presence.connected(epoch));
+    }
+
+    pub(crate) fn seal(&mut self) {
+        self.all().for_each(Presence::seal);
+    }
+
+    /// Takes a part of the list of a region. Blocks that were rejected before it are missing too.
+    pub(crate) fn listed(
+        &mut self,
+        list: &List,
+        destination: &mut Destination,
+    ) -> Result<(), String> {
+        let Some((_, presence)) = self.0.get_mut(&list.region) else {
+            return Err(format!("region {} is no memory", list.region.0));
+        };
+        let taken = presence.listed(list);
+        taken.map_err(|error| error.to_string())?;
+        if list.next_chunk.is_none() && list.from_seq != u64::MAX {
+            for block in destination.listed(list.region) {
+                presence.rejected(BlockRange::new(block, 1), 0);
+            }
+        }
+        Ok(())
+    }
+
+    /// Records blocks that could not be used.
+    pub(crate) fn rejected(&mut self, rejected: &[(RegionId, BlockRange)], seq: u64) {
+        for (region, range) in rejected {
+            if let Some((_, presence)) = self.0.get_mut(region) {
+                presence.rejected(*range, seq);
+            }
+        }
+    }
+
+    pub(crate) fn is_listed(&self) -> bool {
+        let mut lists = self.0.values();
+        lists.all(|(_, presence)| presence.is_listed())
+    }
+
+    /// Returns the missing blocks of each region.
+    pub(crate) fn missing(&self) -> Vec<ArrivingRegion> {
+        let of = |(spec, presence): &(RegionSpec, Presence)| ArrivingRegion {
+            spec: spec.clone(),
+            missing: presence.lacks(0, usize::MAX).0,
+        };
+        self.0.values().map(of).collect()
+    }
+}
+
+/// What the owner of a guest hears of its memory.
+#[derive(Debug)]
+pub(crate) enum MemoryNews {
+    /// The guest waits for these blocks.
+    Want(RegionId, BlockRange),
+    /// All of it is here, and QEMU has ended its post-copy.
+    Whole,
+    /// QEMU cannot be served any more.
+    Gone(String),
+}
+
+/// The hold on the memory of a guest that runs here before all of it has arrived.
+pub(crate) struct ArrivingMemory {
+    orders: mpsc::UnboundedSender<Order>,
+    shared: Arc<Mutex<Shared>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    missing_blocks: u64,
+    /// Blocks that the guest waits for.
+    asked: BTreeSet<(RegionId, u64)>,
+    whole: bool,
+}
+
+enum Order {
+    /// Give QEMU these blocks.
+    Give(Vec<Piece>, std::sync::mpsc::Sender<Result<(), String>>),
+    /// Say what is missing.
+    Missing(oneshot::Sender<Vec<(RegionId, Vec<Remaining>)>>),
+}
+
+struct Piece {
+    region: RegionId,
+    range: BlockRange,
+    /// No content means zeros.
+    content: Option<Vec<u8>>,
+}
+
+/// Why a guest was not loaded.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LoadError {
+    /// QEMU could not load it.
+    #[error(transparent)]
+    Incoming(#[from] IncomingError),
+    /// What is missing could not be noted.
+    #[error(transparent)]
+    Note(#[from] io::Error),
+}
+
+/// The part that serves QEMU, until it has one.
+pub(crate) struct Serving {
+    orders: mpsc::UnboundedReceiver<Order>,
+    news: mpsc::UnboundedSender<MemoryNews>,
+    shared: Arc<Mutex<Shared>>,
+}
+
+/// Creates the hold on a guest's memory, what serves QEMU, and the news of it.
+pub(crate) fn hold() -> (
+    Arc<ArrivingMemory>,
+    Serving,
+    mpsc::UnboundedReceiver<MemoryNews>,
+) {
+    let (orders, taken) = mpsc::unbounded_channel();
+    let (news, heard) = mpsc::unbounded_channel();
+    let shared = Arc::<Mutex<Shared>>::default();
+    let serving = Serving {
+        orders: taken,
+        news,
+        shared: shared.clone(),
+    };
+    (Arc::new(ArrivingMemory { orders, shared }), serving, heard)
+}
+
+impl ArrivingMemory {
+    /// Gives QEMU blocks. Those that are not missing are left out. Blocks the thread.
+    fn give(&self, pieces: Vec<Piece>) -> Result<(), String> {
+        const GONE: &str = "its QEMU is not served any more";
+        let (done, taken) = std::sync::mpsc::channel();
+        let ordered = self.orders.send(Order::Give(pieces, done));
+        ordered.map_err(|_| GONE.to_owned())?;
+        match taken.recv_timeout(PATIENCE) {
+            Ok(given) => given,
+            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
+                Err("its QEMU takes no pages".to_owned())
+            }
+            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => Err(GONE.to_owned()),
+        }
+    }
+
+    /// Returns the missing blocks of each region that lacks some; `None` if QEMU is gone.
+    pub(crate) async fn missing(&self) -> Option<Vec<(RegionId, Vec<Remaining>)>> {
+        let (said, heard) = oneshot::channel();
+        self.orders.send(Order::Missing(said)).ok()?;
+        heard.await.ok()
+    }
+
+    /// Returns the blocks that the guest waits for.
+    pub(crate) fn asked(&self) -> Vec<(RegionId, BlockRange)> {
+        let shared = lock(&self.shared);
+        let asked = shared.asked.iter();
+        let one = |(region, block): &(RegionId, u64)| (*region, BlockRange::new(*block, 1));
+        asked.map(one).collect()
+    }
+
+    /// Returns how many blocks are missing, and how many of them the guest waits for.
+    pub(crate) fn counts(&self) -> (u64, u64) {
+        let shared = lock(&self.shared);
+        (shared.missing_blocks, shared.asked.len() as u64)
+    }
+
+    pub(crate) fn is_whole(&self) -> bool {
+        lock(&self.shared).whole
+    }
+}
+
+/// Gives received blocks to QEMU.
+pub(crate) struct ArrivingStore(pub(crate) Arc<ArrivingMemory>);
+
+impl Store for ArrivingStore {
+    fn read(&mut self, _id: BlockId, _into: &mut [u8; BLOCK_SIZE]) -> Result<(), String> {
+        Err("memory that follows is not referred to".to_owned())
+    }
+
+    fn write(&mut self, writes: &[BlockWrite<'_>], _fresh: &[bool]) -> Result<(), String> {
+        let piece = |write: &BlockWrite<'_>| {
+            let length = write.range.count as usize * BLOCK_SIZE;
+            let content = match write.content {
+                Content::Zero => None,
+                Content::Bytes(bytes) if bytes.len() == length => Some(bytes.to_vec()),
+                Content::Bytes(_) => return Err("the content has another length"),
+            };
+            Ok(Piece {
+                region: write.region,
+                range: write.range,
+                content,
+            })
+        };
+        let pieces: Result<_, _> = writes.iter().map(piece).collect();
+        self.0.give(pieces?)
+    }
+}
+
+/// A region, and the place of its RAM block in QEMU's list.
+struct Place {
+    region: RegionId,
+    blocks: u64,
+    block: usize,
+}
+
+/// Returns the places of regions, and their missing pages.
+fn places(
+    prelude: &Prelude,
+    regions: &[ArrivingRegion],
+) -> Result<(Vec<Place>, Vec<Missing>), IncomingError> {
+    let (mut places, mut missing) = (Vec::new(), Vec::new());
+    for ArrivingRegion { spec, missing: of } in regions {
+        let mut blocks = prelude.blocks.iter();
+        let block = blocks.position(|block| block.name == spec.name);
+        let block = block.ok_or(IncomingError::Content("it has no such block of RAM"))?;
+        places.push(Place {
+            region: spec.id,
+            blocks: spec.blocks,
+            block,
+        });
+        let pages = remaining::ranges(of, spec.blocks);
+        if !pages.is_empty() {
+            missing.push(Missing { block, pages });
+        }
+    }
+    Ok((places, missing))
+}
+
+impl Serving {
+    /// Lets QEMU load the guest without what is missing, and serves it from then on. Returns when
+    /// the devices are loaded. What is missing is noted meanwhile.
+    pub(crate) async fn load(
+        self,
+        incoming: Incoming,
+        tail: &[u8],
+        mut note: ArrivingNote,
+        (state, guest): (&Path, &str),
+    ) -> Result<(), LoadError> {
+        let (places, missing) = places(incoming.prelude(), &note.regions)?;
+        note.whole = missing.is_empty();
+        let whole = note.whole;
+        let (state, guest) = (state.to_owned(), guest.to_owned());
+        let noting = tokio::task::spawn_blocking(move || note.write(&state, &guest));
+        let loaded = match whole {
+            true => {
+                let loaded = incoming.finish(tail).await.map(drop);
+                self.whole();
+                loaded
+            }
+            false => match incoming.load_without(tail, &missing).await {
+                Ok(arriving) => self.serve(arriving, places).await,
+                Err(error) => Err(error),
+            },
+        };
+        let noted = noting
+            .await
+            .unwrap_or_else(|error| Err(io::Error::other(error)));
+        loaded?;
+        Ok(noted?)
+    }
+
+    /// Goes on with a QEMU that an earlier agent has served, or this one over a lost connection.
+    pub(crate) async fn recover(
+        self,
+        qmp: &Qmp,
+        path: &Path,
+        note: &ArrivingNote,
+    ) -> Result<(), IncomingError> {
+        let prelude = read_prelude(&note.prelude)?;
+        let (places, missing) = places(&prelude, &note.regions)?;
+        match Arriving::recover(qmp, path, &prelude, &missing).await? {
+            None => self.whole(),
+            Some(arriving) => {
+                let served = self.served(arriving, places, None);
+                tokio::spawn(served.run());
+            }
+        }
+        Ok(())
+    }
+
+    fn whole(self) {
+        lock(&self.shared).whole = true;
+        // The owner looks at `is_whole` as well.
+        let _ = self.news.send(MemoryNews::Whole);
+    }
+
+    /// Serves QEMU in a task. Returns when QEMU has loaded the devices.
+    async fn serve(self, arriving: Arriving, places: Vec<Place>) -> Result<(), IncomingError> {
+        let (loaded, heard) = oneshot::channel();
+        tokio::spawn(self.served(arriving, places, Some(loaded)).run());
+        heard.await.unwrap_or(Err(IncomingError::Ended))
+    }
+
+    fn served(
+        self,
+        arriving: Arriving,
+        places: Vec<Place>,
+        loading: Option<oneshot::Sender<Result<(), IncomingError>>>,
+    ) -> Served {
+        let mut shared = lock(&self.shared);
+        shared.missing_blocks = arriving.missing();
+        drop(shared);
+        Served {
+            serving: self,
+            arriving,
+            places,
+            loading,
+        }
+    }
+}
+
+/// A QEMU that is served.
+struct Served {
+    serving: Serving,
+    arriving: Arriving,
+    places: Vec<Place>,
+    /// Whom to tell that the devices are loaded.
+    loading: Option<oneshot::Sender<Result<(), IncomingError>>>,
+}
+
+impl Served {
+    async fn run(mut self) {
+        while self.loading.is_some() || self.arriving.missing() > 0 {
+            let done = tokio::select! {
+                event = self.arriving.next_event() => event.map(|event| self.heard(event)),
+                order = self.serving.orders.recv() => match order {
+                    Some(order) => self.carry_out(order).await,
+                    None => return,
+                },
+            };
+            if let Err(error) = done {
+                return self.fail(error);
+            }
+        }
+        let Self {
+            serving, arriving, ..
+        } = self;
+        match arriving.finish().await {
+            Ok(()) => serving.whole(),
+            Err(error) => {
+                let _ = serving.news.send(MemoryNews::Gone(error.to_string()));
+            }
+        }
+    }
+
+    /// Tells those that wait, and the owner, that QEMU cannot be served.
+    fn fail(self, error: IncomingError) {
+        let text = error.to_string();
+        match self.loading {
+            Some(loading) => drop(loading.send(Err(error))),
+            None => drop(self.serving.news.send(MemoryNews::Gone(text))),
+        }
+    }
+
+    fn heard(&mut self, event: ArrivingEvent) {
+        match event {
+            ArrivingEvent::Request(request) => self.wanted(request),
+            ArrivingEvent::Loaded(_) => {
+                if let Some(loading) = self.loading.take() {
+                    // Its attempt is over otherwise.
+                    let _ = loading.send(Ok(()));
+                }
+            }
+        }
+    }
+
+    fn wanted(&self, Request { block, pages }: Request) {
+        let mut places = self.places.iter();
+        let Some(place) = places.find(|place| place.block == block) else {
+            return;
+        };
+        tracing::debug!(
+            region = place.region.0,
+            ?pages,
+            "the guest waits for memory"
+        );
+        let asked = pages.blocks().map(|page| (place.region, page));
+        lock(&self.serving.shared).asked.extend(asked);
+        let _ = self
+            .serving
+            .news
+            .send(MemoryNews::Want(place.region, pages));
+    }
+
+    async fn carry_out(&mut self, order: Order) -> Result<(), IncomingError> {
+        match order {
+            Order::Missing(said) => {
+                // Its owner is gone otherwise.
+                let _ = said.send(self.missing());
+                Ok(())
+            }
+            Order::Give(pieces, done) => {
+                let given = self.give(pieces).await;
+                let told = match &given {
+                    Ok(()) => Ok(()),
+                    Err(error) => Err(error.to_string()),
+                };
+                // Nobody waits for it any more otherwise.
+                let _ = done.send(told);
+                given
+            }
+        }
+    }
+
+    async fn give(&mut self, pieces: Vec<Piece>) -> Result<(), IncomingError> {
+        for Piece {
+            region,
+            range,
+            content,
+        } in pieces
+        {
+            let mut places = self.places.iter();
+            let Some(place) = places.find(|place| place.region == region) else {
+                continue;
+            };
+            tracing::debug!(region = region.0, ?range, "gives memory");
+            let mut contents = content.iter().flat_map(|bytes| bytes.as_chunks().0);
+            let pages: Vec<_> = range.blocks().map(|page| (page, contents.next())).collect();
+            self.arriving.give(place.block, &pages).await?;
+            let mut shared = lock(&self.serving.shared);
+            shared.missing_blocks = self.arriving.missing();
+            for page in range.blocks() {
+                shared.asked.remove(&(region, page));
+            }
+        }
+        Ok(())
+    }
+
+    fn missing(&self) -> Vec<(RegionId, Vec<Remaining>)> {
+        let missing = self.arriving.missing_pages();
+        let of = |place: &Place| {
+            let of_block = missing.iter().find(|of| of.block == place.block);
+            let pages = of_block.map_or(&[][..], |of| &of.pages);
+            (place.region, remaining::of_ranges(pages, place.blocks))
+        };
+        self.places.iter().map(of).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MEMORY: RegionId = RegionId(0);
+
+    fn spec(id: u16, durable: bool) -> RegionSpec {
+        RegionSpec {
+            id: RegionId(id),
+            name: format!("region {id}"),
+            blocks: 128,
+            durable,
+            starts_zero: true,
+        }
+    }
+
+    #[test]
+    fn what_is_listed_or_was_rejected_before_is_missing() {
+        let specs = [spec(0, false), spec(1, true)];
+        let mut lists = Lists::of(&specs);
+        assert!(lists.has(MEMORY) && !lists.has(RegionId(1)) && !lists.is_listed());
+        let mut destination = Destination::new(&specs).unwrap();
+        let rejected = [(MEMORY, BlockRange::new(64, 1))];
+        destination.applied(Epoch(1), 1, &rejected).unwrap();
+        lists.rejected(&rejected, 1);
+        let list = |region| List {
+            from_seq: 2,
+            remaining: vec![Remaining {
+                chunk: 0,
+                chunks: 1,
+                mask: 0b11,
+                written_blocks: 0,
+            }],
+            ..List::nothing(region)
+        };
+        lists
+            .listed(&list(RegionId(1)), &mut destination)
+            .unwrap_err();
+        lists.listed(&list(MEMORY), &mut destination).unwrap();
+        assert!(lists.is_listed());
+        lists.seal();
+        let missing = lists.missing();
+        let ranges = remaining::ranges(&missing[0].missing, 128);
+        assert_eq!(ranges, [BlockRange::new(0, 2), BlockRange::new(64, 1)]);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn nobody_waits_for_a_qemu_that_is_not_served() {
+        let (memory, serving, mut news) = hold();
+        drop(serving);
+        let why = tokio::task::block_in_place(|| memory.give(Vec::new())).unwrap_err();
+        assert!(why.contains("not served"), "{why}");
+        assert!(memory.missing().await.is_none());
+        assert!(news.recv().await.is_none());
+    }
+}

@@ -1,0 +1,264 @@
+//! Fetches the memory of a guest that runs here before all of it has arrived.
+
+use crate::destination::arriving_memory::{self, ArrivingMemory, MemoryNews};
+use crate::destination::attempt::Following;
+use crate::destination::fetch::connection::missing;
+use crate::destination::fetch::{Fetch, send};
+use crate::host::memory_notes::{ArrivingNote, ArrivingRegion, MemoryNote};
+use longhaul_api::RegionProgress;
+use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::manager::Lease;
+use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
+use longhaul_protocol::message::ToSource;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
+use std::sync::Arc;
+use tokio::sync::mpsc;
+use tokio::task::block_in_place;
+
+/// The memory of a guest of which a part has yet to arrive.
+pub(crate) struct FetchedMemory {
+    pub(super) note: ArrivingNote,
+    /// What serves QEMU; `None` while nothing does.
+    served: Option<Arc<ArrivingMemory>>,
+    news: Option<mpsc::UnboundedReceiver<MemoryNews>>,
+    /// Why QEMU cannot be served.
+    trouble: Option<String>,
+    /// How many blocks the source cannot read.
+    unreadable_blocks: u64,
+}
+
+/// Waits for news of memory.
+pub(super) async fn next_of_memory(memory: &mut Option<FetchedMemory>) -> MemoryNews {
+    let news = memory.as_mut().and_then(|memory| memory.news.as_mut());
+    let news = match news {
+        Some(news) => news.recv().await,
+        None => None,
+    };
+    match news {
+        Some(news) => news,
+        None => std::future::pending().await,
+    }
+}
+
+impl FetchedMemory {
+    /// Goes on with what the attempt has of it, or with the note of an earlier agent.
+    pub(super) fn new(mut note: ArrivingNote, following: Option<Following>) -> Self {
+        note.whole |= following.as_ref().is_some_and(|it| it.memory.is_whole());
+        let (served, news) = following.map(|it| (it.memory, it.news)).unzip();
+        Self {
+            note,
+            served,
+            news,
+            trouble: None,
+            unreadable_blocks: 0,
+        }
+    }
+
+    pub(super) fn specs(&self) -> Vec<RegionSpec> {
+        let regions = self.note.regions.iter();
+        regions.map(|region| region.spec.clone()).collect()
+    }
+
+    /// Returns what takes blocks.
+    pub(super) fn taker(&self) -> Option<Arc<ArrivingMemory>> {
+        self.served.clone()
+    }
+
+    /// Returns whether QEMU takes what arrives, or has everything.
+    pub(super) fn listens(&self) -> bool {
+        self.note.whole || self.served.is_some()
+    }
+
+    pub(super) fn trouble(&self) -> Option<String> {
+        let bytes = self.unreadable_blocks.saturating_mul(BLOCK_SIZE as u64);
+        let unreadable = || {
+            (bytes > 0).then(|| {
+                format!(
+                    "the source has lost {bytes} bytes of its memory, for which it waits: it \
+                     cannot go on; end it and start it again"
+                )
+            })
+        };
+        self.trouble.clone().or_else(unreadable)
+    }
+
+    pub(super) fn progress(&self) -> Vec<RegionProgress> {
+        let first: u64 = self.note.regions.iter().map(ArrivingRegion::blocks).sum();
+        let (missing, waiting) = match &self.served {
+            Some(served) => served.counts(),
+            None if self.note.whole => (0, 0),
+            None => (first, 0),
+        };
+        let all: u64 = self.specs().iter().map(|spec| spec.blocks).sum();
+        vec![RegionProgress {
+            name: "memory".to_owned(),
+            blocks_total: all,
+            blocks_settled: all.saturating_sub(missing),
+            blocks_pending: missing,
+            disk: false,
+            strategy: None,
+            why: None,
+            waiting: Some(waiting),
+            unreadable_byte: None,
+        }]
+    }
+}
+
+impl Fetch {
+    /// Serves QEMU again, if nothing does.
+    pub(super) async fn serve_memory(&mut self) {
+        let waits = |memory: &FetchedMemory| !memory.listens();
+        let Some(note) = self
+            .memory
+            .as_ref()
+            .filter(|it| waits(it))
+            .map(|it| it.note.clone())
+        else {
+            return;
+        };
+        let (served, serving, news) = arriving_memory::hold();
+        let recovered = async {
+            let guests = &self.context.parts.guests;
+            let guest = block_in_place(|| guests.find(self.guest()));
+            let guest = guest.map_err(|error| error.to_string())?;
+            let guest = guest.ok_or("its QEMU has ended")?;
+            let lease = guests.lease(&guest, COMMAND_TIMEOUT).await;
+            let lease: Lease = lease.map_err(|error| error.to_string())?;
+            let socket = guests.incoming_socket(&guest);
+            let socket = socket.map_err(|error| error.to_string())?;
+            let recovered = serving.recover(lease.qmp(), &socket, &note).await;
+            recovered.map_err(|error| error.to_string())
+        };
+        let recovered: Result<(), String> = recovered.await;
+        let Some(memory) = &mut self.memory else {
+            return;
+        };
+        match recovered {
+            Ok(()) => {
+                memory.trouble = None;
+                memory.served = Some(served);
+                memory.news = Some(news);
+            }
+            Err(why) => {
+                let why = format!("its QEMU cannot be given the rest of its memory: {why}");
+                if memory.trouble.as_ref() != Some(&why) {
+                    tracing::error!(guest = self.begun.handover.ledger.guest, "{why}");
+                }
+                memory.trouble = Some(why);
+            }
+        }
+    }
+
+    pub(super) async fn of_memory(&mut self, news: MemoryNews) {
+        match news {
+            MemoryNews::Want(region, range) => {
+                let ranges = vec![range];
+                self.tell(&ToSource::Want { region, ranges }).await;
+            }
+            MemoryNews::Whole => {
+                if let Some(memory) = &mut self.memory {
+                    memory.note.whole = true;
+                    memory.served = None;
+                }
+                self.note_memory();
+                tracing::info!(guest = self.guest(), "all of its memory is here");
+                self.show();
+                self.whole().await;
+            }
+            MemoryNews::Gone(why) => {
+                if let Some(memory) = &mut self.memory {
+                    memory.served = None;
+                }
+                self.pause(&format!("its QEMU does not take memory: {why}"));
+            }
+        }
+    }
+
+    /// Ends a guest whose missing memory is given up: it cannot go on without. Returns what is
+    /// lost; `None` if no memory is missing.
+    pub(super) fn end_without_memory(&mut self) -> Result<Option<String>, String> {
+        let Some(memory) = self.memory.as_mut().filter(|memory| !memory.note.whole) else {
+            return Ok(None);
+        };
+        let guest = &self.begun.handover.ledger.guest;
+        let guests = &self.context.parts.guests;
+        let found = guests.find(guest).map_err(|error| error.to_string())?;
+        let ended = found.as_ref().map_or(Ok(()), Guest::kill);
+        ended.map_err(|error| format!("its QEMU cannot be ended: {error}"))?;
+        tracing::error!(guest, "missing memory is given up: its QEMU is ended");
+        memory.note.whole = true;
+        memory.served = None;
+        self.note_memory();
+        let lost = "memory that it waited for: its QEMU was ended, and it can be started again";
+        Ok(Some(lost.to_owned()))
+    }
+
+    /// Notes for a later agent that all memory is here.
+    fn note_memory(&self) {
+        let state = &self.context.parts.config.state;
+        if let Some(memory) = &self.memory
+            && let Err(error) = block_in_place(|| memory.note.write(state, self.guest()))
+        {
+            // A later agent asks QEMU.
+            tracing::warn!(guest = self.guest(), %error, "not noted: its memory is here");
+        }
+    }
+
+    /// Removes the note of what was missing: all of the guest is here.
+    pub(super) fn forget_memory(&self) {
+        let state = &self.context.parts.config.state;
+        if self.memory.is_some()
+            && let Err(error) = block_in_place(|| ArrivingNote::forget(state, self.guest()))
+        {
+            tracing::warn!(guest = self.guest(), %error, "a note of its memory stays");
+        }
+    }
+
+    /// Sends which blocks of memory are missing.
+    pub(super) async fn send_missing_memory(&mut self) -> Result<(), String> {
+        let Some(memory) = &mut self.memory else {
+            return Ok(());
+        };
+        memory.unreadable_blocks = 0;
+        let lacks = match &memory.served {
+            Some(served) => served.missing().await.ok_or("its QEMU is gone")?,
+            None => Vec::new(),
+        };
+        for ArrivingRegion { spec, .. } in &memory.note.regions {
+            let of = lacks.iter().find(|(region, _)| *region == spec.id);
+            let lacks = of.map_or(&[][..], |(_, lacks)| lacks);
+            for missing in missing(spec.id, spec.blocks, lacks) {
+                send(&mut self.begun.call, &ToSource::Missing(missing));
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks again for what the guest waits for.
+    pub(super) async fn want_memory(&mut self) {
+        let served = self.memory.as_ref().and_then(FetchedMemory::taker);
+        let asked = served.map(|served| served.asked());
+        for (region, range) in asked.unwrap_or_default() {
+            let ranges = vec![range];
+            self.tell(&ToSource::Want { region, ranges }).await;
+        }
+    }
+
+    /// Shows that the source cannot read memory: its QEMU has ended.
+    pub(super) fn memory_is_unreadable(&mut self, region: RegionId, ranges: &[BlockRange]) {
+        let Some(memory) = &mut self.memory else {
+            return;
+        };
+        if memory.note.regions.iter().all(|it| it.spec.id != region) {
+            return;
+        }
+        let blocks: u64 = ranges.iter().map(|range| range.count).sum();
+        memory.unreadable_blocks = memory.unreadable_blocks.saturating_add(blocks);
+        tracing::error!(
+            guest = self.begun.handover.ledger.guest,
+            blocks,
+            "memory is lost"
+        );
+        self.show();
+    }
+}

@@ -1,0 +1,30 @@
+//! The strategies of the memory: the engine's, and what of the memory may follow by each.
+
+use longhaul_api::{ApiError, ErrorCode, Strategy as Choice};
+use longhaul_engine::strategy::Strategy;
+use longhaul_protocol::disk::Pulled;
+
+/// Returns the engine's row for a strategy of the memory.
+pub(crate) fn of_memory(strategy: Choice) -> Strategy {
+    match strategy {
+        Choice::Precopy | Choice::Auto => Strategy::PRECOPY,
+        Choice::Hybrid => Strategy::HYBRID,
+        Choice::Postcopy => Strategy::POSTCOPY,
+    }
+}
+
+/// Returns the part of the memory that may follow by a strategy.
+pub(crate) fn follows_by(strategy: Choice) -> Pulled {
+    match strategy {
+        Choice::Precopy => Pulled::Nothing,
+        Choice::Hybrid | Choice::Auto => Pulled::Often,
+        Choice::Postcopy => Pulled::All,
+    }
+}
+
+/// Returns the refusal of a destination that does not know of memory that follows.
+pub(crate) fn too_old_to_follow(host: &str, software: &str) -> ApiError {
+    let text = format!("{host} runs {software:?}, to which no memory can follow its guest");
+    let hint = format!("update the agent on {host}, or leave out --strategy");
+    ApiError::new(ErrorCode::Refused, text).hint(hint)
+}
