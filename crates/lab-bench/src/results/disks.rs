@@ -1,7 +1,7 @@
 //! Formats the results of `lab bench disk`.
 
+use super::cases::{self, Measure, systems};
 use super::rows::Rows;
-use super::svg::{Plot, Style};
 use super::{Section, maybe, number, percent};
 
 /// Formats a table for each link, and a plot of each measure over all workloads and links.
@@ -12,7 +12,7 @@ pub(super) fn show(rows: &Rows<'_>, name: &str, section: &mut Section) {
          lost is how much longer it took for that. A move that was given up stands here with the \
          time until then.",
     );
-    let cases = cases(rows);
+    let cases = cases::of(rows);
     let head = [
         "workload",
         "link",
@@ -54,95 +54,28 @@ pub(super) fn show(rows: &Rows<'_>, name: &str, section: &mut Section) {
         }
     }
     section.table(&head, &lines);
-    let mut names: Vec<String> = Vec::new();
-    for (_, rows) in &cases {
-        for (system, _) in systems(rows) {
-            if !names.contains(&system) {
-                names.push(system);
-            }
-        }
-    }
-    for (key, unit, file, title, y) in [
-        (
-            "total_ms",
-            1e-3,
-            "total",
-            "Time until the source may be deleted",
-            "s",
-        ),
-        ("link_bytes", 1e-6, "bytes", "Bytes over the link", "MB"),
-        (
-            "throughput_vs_none",
-            100.0,
-            "throughput",
-            "The guest's throughput during the move",
-            "% of a guest's that is not moved",
-        ),
-    ] {
-        let series = names.iter().map(|name| {
-            let of_case = |(_, rows): &(Case, Rows<'_>)| {
-                let systems = systems(rows);
-                let (_, rows) = systems.iter().find(|(system, _)| system == name)?;
-                Some(rows.median(key)? * unit)
-            };
-            (name.clone(), cases.iter().map(of_case).collect())
-        });
-        let categories = cases
-            .iter()
-            .map(|(case, _)| format!("{}, {}", case.workload, case.link));
-        let plot = Plot {
-            title: title.to_owned(),
-            style: Style::Bars,
-            y: y.to_owned(),
-            x: String::new(),
-            series: series.collect(),
-            categories: categories.collect(),
-            limit: None,
-        };
-        section.plot(&format!("{name}-{file}"), plot);
-    }
-}
-
-/// The key by which systems are compared.
-struct Case {
-    workload: String,
-    link: String,
-}
-
-fn cases<'a>(rows: &Rows<'a>) -> Vec<(Case, Rows<'a>)> {
-    let mut cases = Vec::new();
-    for rate in rows.all("link/rate_bps") {
-        let of_rate = rows.with("link/rate_bps", &rate);
-        for rtt in of_rate.all("link/rtt_ms") {
-            let of_link = of_rate.with("link/rtt_ms", &rtt);
-            for workload in of_link.all("workload") {
-                let of_workload = of_link.with("workload", &workload);
-                let value = |text: &str| text.parse::<f64>().ok();
-                let link = format!(
-                    "{} Mbit/s, {} ms",
-                    maybe(value(&rate), 1e6),
-                    maybe(value(&rtt), 1.0)
-                );
-                cases.push((Case { workload, link }, of_workload));
-            }
-        }
-    }
-    cases
-}
-
-/// Returns the systems: by name, and by strategy for those with several.
-fn systems<'a>(rows: &Rows<'a>) -> Vec<(String, Rows<'a>)> {
-    let mut systems = Vec::new();
-    for system in rows.all("system") {
-        let of_system = rows.with("system", &system);
-        let strategies = of_system.all("strategy");
-        for strategy in &strategies {
-            let name = match system.as_str() {
-                "longhaul" => format!("longhaul {strategy}"),
-                _ => system.clone(),
-            };
-            systems.push((name, of_system.with("strategy", strategy)));
-        }
-    }
-    systems
+    let measures = [
+        Measure {
+            key: "total_ms",
+            scale: 1e-3,
+            file: "total",
+            title: "Time until the source may be deleted",
+            y: "s",
+        },
+        Measure {
+            key: "link_bytes",
+            scale: 1e-6,
+            file: "bytes",
+            title: "Bytes over the link",
+            y: "MB",
+        },
+        Measure {
+            key: "throughput_vs_none",
+            scale: 100.0,
+            file: "throughput",
+            title: "The guest's throughput during the move",
+            y: "% of a guest's that is not moved",
+        },
+    ];
+    cases::plot(&cases, &measures, name, section);
 }

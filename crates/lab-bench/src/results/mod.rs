@@ -4,6 +4,7 @@
 //! The documents are in a folder `documents` beside the page, a file for each bench. The page can
 //! be regenerated from them at any time; nothing on it has another source.
 
+mod cases;
 mod codec;
 mod disks;
 mod moves;
