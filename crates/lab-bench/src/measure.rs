@@ -74,6 +74,32 @@ pub fn observe(beats: &[Beat], began: Instant, ended: Instant) -> Option<Observe
     })
 }
 
+/// The guest around its switchover.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Switched {
+    /// The gap that ended with the first heartbeat from the destination.
+    pub gap_ms: f64,
+    /// As [`Observed::work_before_per_s`], for as long as the guest was observed from the last
+    /// heartbeat at the source on. A guest that waits for missing content right after the
+    /// switchover looks the same from outside as one that is still stopped: both do no work.
+    pub work_per_s: Option<f64>,
+}
+
+/// Evaluates the heartbeats around the first one from the destination, which came at `at`.
+/// `observed` is how long the guest was observed from the one before on. `None` where it was never
+/// heard at the source.
+pub fn switched(beats: &[Beat], at: Instant, observed: Duration) -> Option<Switched> {
+    let first = beats.partition_point(|beat| beat.at < at);
+    let last_before = beats.get(first.checked_sub(1)?)?;
+    let last = between(beats, last_before.at, last_before.at + observed).last()?;
+    // The time counts, not the heartbeats: a guest that was silent to the end did nothing then.
+    let work = last.work().saturating_sub(last_before.work()) as f64;
+    Some(Switched {
+        gap_ms: (at - last_before.at).as_secs_f64() * 1000.0,
+        work_per_s: (!observed.is_zero()).then(|| work / observed.as_secs_f64()),
+    })
+}
+
 fn between(beats: &[Beat], from: Instant, to: Instant) -> &[Beat] {
     let start = beats.partition_point(|beat| beat.at < from);
     let end = beats.partition_point(|beat| beat.at <= to);
@@ -290,6 +316,28 @@ mod tests {
         assert!((observed.downtime_ms - 500.0).abs() < 0.01, "{observed:?}");
         assert!(observe(&beats[..0], at(600), at(900)).is_none());
         assert!(observe(&beats, at(0), at(900)).is_none());
+    }
+
+    #[test]
+    fn work_after_the_switchover_counts_silence() {
+        let start = Instant::now();
+        // Silent from 495 to 900, and again from 1395.
+        let times = (0..100)
+            .map(|n| n * 5)
+            .chain((0..100).map(|n| 900 + n * 5))
+            .chain([5_000]);
+        let beats: Vec<Beat> = times.zip(1..).map(|(ms, n)| beat(start, ms, n)).collect();
+        let at = start + Duration::from_millis(900);
+        let work_per_s = |observed: u64| {
+            let seen = switched(&beats, at, Duration::from_millis(observed)).unwrap();
+            assert!((seen.gap_ms - 405.0).abs() < 0.01, "{seen:?}");
+            seen.work_per_s
+        };
+        // 100 heartbeats of 10 units each.
+        assert!((work_per_s(2000).unwrap() - 500.0).abs() < 0.01);
+        assert_eq!(work_per_s(400), Some(0.0));
+        assert_eq!(work_per_s(0), None);
+        assert_eq!(switched(&beats, start, Duration::from_secs(2)), None);
     }
 
     #[test]

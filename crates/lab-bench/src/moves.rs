@@ -4,7 +4,7 @@ mod longhaul;
 
 use crate::bench::document::AskedLink;
 use crate::clients::{Clients, Responses, Seen};
-use crate::measure::{self, Observed, ProcessMeter, Stalls, Used};
+use crate::measure::{self, Observed, ProcessMeter, Stalls, Switched, Used};
 use crate::peer::{PeerMove, PeerSystem};
 use crate::warm::{self, Warm};
 use longhaul_lab::arena::{Arena, ArenaError, Workload};
@@ -15,6 +15,7 @@ use longhaul_lab::lab::{Lab, say};
 use longhaul_lab::link::spec::LinkSpec;
 use longhaul_lab::link::stats::LinkStats;
 use longhaul_lab::peer::{Begin, PeerHost, PeerQemu};
+use longhaul_lab::process::wait_until;
 use longhaul_lab::product::Finished;
 use longhaul_protocol::guest::GuestDescription;
 use serde::Serialize;
@@ -35,7 +36,9 @@ const CHECK_LIMIT: Duration = Duration::from_secs(1200);
 const AWAKE: Duration = Duration::from_secs(3);
 /// The allowance of a command beyond the move itself.
 const FINISH_LIMIT: Duration = Duration::from_secs(60);
-const PAGE_BYTES: f64 = 4096.0;
+const PAGE_BYTES: u64 = 4096;
+/// The outcome of a move whose switchover was forced.
+const FORCED: &str = "forced";
 
 /// The guest of a move, and the request.
 #[derive(Debug, Clone, PartialEq)]
@@ -50,6 +53,11 @@ pub struct Case {
     pub downtime_ms: u64,
     /// The time limit of a move that does not converge.
     pub limit: Duration,
+    /// When a baseline's move that has not switched over is forced to; `None`: never.
+    pub force_after: Option<Duration>,
+    /// How long the guest is observed from the switchover on, if that is longer than to the end of
+    /// the move.
+    pub observe: Duration,
     /// The repeat, from 1.
     pub repeat: u32,
 }
@@ -61,8 +69,10 @@ pub enum Load {
     Arena {
         /// The workload of the arena.
         arena: Workload,
-        /// Its dirty rate as a share of the link's rate.
-        dirty_share: f64,
+        /// Its name in rows.
+        name: String,
+        /// Its dirty rate as a share of the link's rate, where it is chosen so.
+        dirty_share: Option<f64>,
     },
     /// The guest starts from a saved state, in which a workload runs beside the arena.
     Warm(Rc<Warm>),
@@ -80,7 +90,7 @@ impl Load {
     /// Returns its name in rows.
     pub fn name(&self) -> &str {
         match self {
-            Self::Arena { arena, .. } => &arena.content,
+            Self::Arena { name, .. } => name,
             Self::Warm(warm) => &warm.workload,
         }
     }
@@ -88,7 +98,7 @@ impl Load {
     /// Returns the arena's dirty rate as a share of the link's rate, where that is relevant.
     pub fn dirty_share(&self) -> Option<f64> {
         match self {
-            Self::Arena { dirty_share, .. } => Some(*dirty_share),
+            Self::Arena { dirty_share, .. } => *dirty_share,
             Self::Warm(_) => None,
         }
     }
@@ -97,7 +107,7 @@ impl Load {
 impl Case {
     /// Returns the pages per second for a share of a link's rate.
     pub fn pages_per_s(link: LinkSpec, share: f64) -> u64 {
-        (link.rate_bps as f64 / 8.0 * share / PAGE_BYTES).round() as u64
+        (link.rate_bps as f64 / 8.0 * share / PAGE_BYTES as f64).round() as u64
     }
 }
 
@@ -110,7 +120,7 @@ pub struct MoveRow<P = Parameters> {
     pub link: AskedLink,
     /// The strategy.
     pub strategy: String,
-    /// The workload beside the arena, or else the content of the arena.
+    /// The workload beside the arena, or else the name of the arena's.
     pub workload: String,
     /// Further parameters of the load.
     pub parameters: P,
@@ -126,12 +136,16 @@ pub struct MoveRow<P = Parameters> {
     pub memory_bytes: Option<u64>,
     /// Bytes of disks.
     pub disk_bytes: Option<u64>,
-    /// From the command until the guest runs at the destination.
+    /// From the command until the guest runs at the destination, and none of its content is missing
+    /// there.
     pub total_ms: Option<f64>,
     /// The requested downtime.
     pub asked_downtime_ms: u64,
     /// The downtime, measured from outside.
     pub downtime_ms: Option<f64>,
+    /// The part of it at the switchover: the gap before the first heartbeat from the destination.
+    /// The longest gap may come later, where content is missing.
+    pub switchover_ms: Option<f64>,
     /// Gaps in the guest's heartbeats.
     pub stalls: Option<Stalls>,
     /// The guest's work before the move.
@@ -140,6 +154,8 @@ pub struct MoveRow<P = Parameters> {
     pub work_during_per_s: Option<f64>,
     /// After it.
     pub work_after_per_s: Option<f64>,
+    /// From the last heartbeat at the source on, for as long as the case asks for.
+    pub work_after_switchover_per_s: Option<f64>,
     /// The predictions of the system.
     pub predicted: Predicted,
     /// CPU time.
@@ -161,8 +177,10 @@ pub struct MoveRow<P = Parameters> {
 pub struct Parameters {
     /// The arena's dirty rate as a share of the link's rate, where no other workload runs.
     pub dirty_rate_of_link: Option<f64>,
-    /// Pages that the arena rewrites per second.
+    /// Pages that the arena is to rewrite per second.
     pub pages_per_s: u64,
+    /// The same in bytes of whole pages; null: as fast as the machine allows.
+    pub dirty_bytes_per_s: Option<u64>,
     /// Bytes of pages in the arena.
     pub arena_bytes: u64,
     /// The part that is rewritten.
@@ -171,6 +189,8 @@ pub struct Parameters {
     pub write_bytes: u64,
     /// The guest's machine type.
     pub machine: String,
+    /// The version of QEMU, where it is not that of the other systems.
+    pub qemu: Option<String>,
     /// Virtual CPUs.
     pub vcpus: u32,
     /// The guest's memory.
@@ -219,10 +239,13 @@ impl MoveRow {
         let parameters = Parameters {
             dirty_rate_of_link: case.load.dirty_share(),
             pages_per_s: arena.pages_per_s,
+            dirty_bytes_per_s: (arena.pages_per_s < Workload::AS_FAST_AS_IT_CAN)
+                .then_some(arena.pages_per_s * PAGE_BYTES),
             arena_bytes: arena.arena_bytes,
             working_set_bytes: arena.working_set_bytes,
             write_bytes: arena.write_bytes,
             machine: case.guest.machine.clone(),
+            qemu: None,
             vcpus: case.guest.vcpus,
             guest_memory_bytes: case.guest.memory_mib << 20,
         };
@@ -260,10 +283,12 @@ impl<P> MoveRow<P> {
             total_ms: None,
             asked_downtime_ms,
             downtime_ms: None,
+            switchover_ms: None,
             stalls: None,
             work_before_per_s: None,
             work_during_per_s: None,
             work_after_per_s: None,
+            work_after_switchover_per_s: None,
             predicted: Predicted::default(),
             cpu_s: CpuRow::default(),
             agent_peak_bytes: PeakRow::default(),
@@ -310,7 +335,7 @@ impl<P> MoveRow<P> {
     pub fn note_observed(&mut self, observed: Option<Observed>) {
         let Some(observed) = observed else { return };
         // The longest gap of a guest that was not moved is not a downtime.
-        self.downtime_ms = self.is_completed().then_some(observed.downtime_ms);
+        self.downtime_ms = self.is_moved().then_some(observed.downtime_ms);
         self.stalls = Some(observed.stalls);
         self.work_before_per_s = Some(observed.work_before_per_s);
         self.work_during_per_s = Some(observed.work_during_per_s);
@@ -328,9 +353,23 @@ impl<P> MoveRow<P> {
         }
     }
 
+    /// Records the observations around the switchover; its outcome is set before.
+    fn note_switched(&mut self, switched: Option<Switched>, usual_gap_ms: f64) {
+        let Some(switched) = switched.filter(|_| self.is_moved()) else {
+            return;
+        };
+        self.switchover_ms = Some((switched.gap_ms - usual_gap_ms).max(0.0));
+        self.work_after_switchover_per_s = switched.work_per_s;
+    }
+
     /// Returns whether the guest was moved and its checks are known.
     pub fn is_completed(&self) -> bool {
         self.outcome == "completed"
+    }
+
+    /// Returns whether the guest was moved, if need be by force.
+    pub fn is_moved(&self) -> bool {
+        self.is_completed() || self.outcome == FORCED
     }
 }
 
@@ -366,17 +405,37 @@ impl Watched {
         settle(&mut self.arena, workload)
     }
 
+    /// Returns when the guest of a move that began then was first heard from the destination.
+    fn switched_at(&self, began: Instant) -> Option<Instant> {
+        let switched_at = self.arena.origins().switched_at;
+        switched_at.filter(|at| *at >= began)
+    }
+
+    /// Waits until the guest was observed so long after the switchover. Where content was missing
+    /// it may be heard only after the end of the move.
+    fn observe_on(&self, began: Instant, observe: Duration) -> Result<(), LabError> {
+        wait_until(COMMAND_LIMIT, || {
+            interrupt::requested() || self.switched_at(began).is_some()
+        });
+        let until = self.switched_at(began).map(|at| at + observe);
+        let until = until.unwrap_or_else(Instant::now);
+        interrupt::sleep(until.saturating_duration_since(Instant::now()))
+    }
+
     /// As [`verify`], with checks by the workload beside the arena and the clients; records the
     /// results, and the observations of the move, in the row.
     fn verify(
         &mut self,
-        load: &Load,
+        case: &Case,
         [began, ended]: [Instant; 2],
         row: &mut MoveRow,
     ) -> Result<(), LabError> {
+        if row.is_moved() && !case.observe.is_zero() {
+            self.observe_on(began, case.observe)?;
+        }
         let pages = verify(&mut self.arena)?;
         let seen = self.clients.take().map(Clients::finish);
-        let verified = match load {
+        let verified = match &case.load {
             Load::Warm(warm) if warm.has_program => pages.and_then(|pages| {
                 let (errors, first) = self.arena.check_program(CHECK_LIMIT)?;
                 if errors > 0 {
@@ -390,7 +449,13 @@ impl Watched {
         };
         note_verified(row, verified);
         row.note_clients(seen.as_ref(), began, ended);
-        row.note_observed(measure::observe(&self.arena.beats(), began, ended));
+        let beats = self.arena.beats();
+        let observed = measure::observe(&beats, began, ended);
+        if let Some((at, observed)) = self.switched_at(began).zip(observed.as_ref()) {
+            let switched = measure::switched(&beats, at, case.observe);
+            row.note_switched(switched, observed.usual_gap_ms);
+        }
+        row.note_observed(observed);
         Ok(())
     }
 }
@@ -544,6 +609,7 @@ impl PeerMover<'_> {
             destination: lab.host(1)?.address(),
             downtime_ms: case.downtime_ms,
             limit: case.limit,
+            force_after: case.force_after,
         };
         let result = asked.run(&mut source, &mut destination)?;
         row.note_link(&before, &link.stats()?);
@@ -554,10 +620,11 @@ impl PeerMover<'_> {
         row.memory_bytes = result.memory_bytes;
         row.passes = result.passes;
         row.outcome = match result.failure {
+            None if result.is_forced => FORCED.to_owned(),
             None => "completed".to_owned(),
             Some(why) => format!("failed: {why}"),
         };
-        guest.verify(&case.load, [result.began, result.ended], &mut row)?;
+        guest.verify(case, [result.began, result.ended], &mut row)?;
         Ok(row)
     }
 }

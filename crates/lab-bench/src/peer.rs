@@ -12,6 +12,9 @@ use std::time::{Duration, Instant};
 
 const PORT: u16 = 4444;
 
+/// The longest downtime that can be asked of QEMU: the next pass is the last one.
+const ANY_DOWNTIME_MS: u64 = 2_000_000;
+
 /// The cache size of XBZRLE.
 const XBZRLE_CACHE_BYTES: u64 = 512 << 20;
 
@@ -26,17 +29,20 @@ pub enum PeerSystem {
     MultifdZstd,
     /// One pass, then the guest runs at the destination and faults in the missing pages.
     Postcopy,
-    /// The same, with that pass over several connections, each compressed.
+    /// The same without that pass.
+    PostcopyAtOnce,
+    /// Post-copy after one pass over several connections, each compressed.
     MultifdZstdPostcopy,
 }
 
 impl PeerSystem {
     /// All of them.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Default,
         Self::Xbzrle,
         Self::MultifdZstd,
         Self::Postcopy,
+        Self::PostcopyAtOnce,
         Self::MultifdZstdPostcopy,
     ];
 
@@ -47,6 +53,7 @@ impl PeerSystem {
             Self::Xbzrle => "qemu-xbzrle",
             Self::MultifdZstd => "qemu-multifd-zstd",
             Self::Postcopy => "qemu-postcopy",
+            Self::PostcopyAtOnce => "qemu-postcopy-at-once",
             Self::MultifdZstdPostcopy => "qemu-multifd-zstd-postcopy",
         }
     }
@@ -54,8 +61,8 @@ impl PeerSystem {
     /// Returns the strategy in its rows.
     pub fn strategy(self) -> &'static str {
         match self {
-            Self::Postcopy | Self::MultifdZstdPostcopy => "postcopy",
-            _ => "precopy",
+            Self::Postcopy | Self::PostcopyAtOnce | Self::MultifdZstdPostcopy => "postcopy",
+            Self::Default | Self::Xbzrle | Self::MultifdZstd => "precopy",
         }
     }
 
@@ -82,7 +89,7 @@ impl PeerSystem {
             Self::Default => &[],
             Self::Xbzrle => &["xbzrle"],
             Self::MultifdZstd => &["multifd"],
-            Self::Postcopy => &["postcopy-ram", "postcopy-preempt"],
+            Self::Postcopy | Self::PostcopyAtOnce => &["postcopy-ram", "postcopy-preempt"],
             Self::MultifdZstdPostcopy => &["multifd", "postcopy-ram", "postcopy-preempt"],
         };
         let list: Vec<Value> = names
@@ -94,7 +101,7 @@ impl PeerSystem {
 
     fn parameters(self) -> Value {
         match self {
-            Self::Default | Self::Postcopy => json!({}),
+            Self::Default | Self::Postcopy | Self::PostcopyAtOnce => json!({}),
             Self::Xbzrle => json!({"xbzrle-cache-size": XBZRLE_CACHE_BYTES}),
             Self::MultifdZstd | Self::MultifdZstdPostcopy => {
                 json!({
@@ -124,6 +131,8 @@ pub struct PeerMove<'a> {
     pub downtime_ms: u64,
     /// The time limit.
     pub limit: Duration,
+    /// When a move that has not switched over is forced to; `None`: never.
+    pub force_after: Option<Duration>,
 }
 
 /// The results of a baseline's move.
@@ -135,6 +144,8 @@ pub struct PeerResult {
     pub ended: Instant,
     /// Why it did not complete, if it did not.
     pub failure: Option<String>,
+    /// Whether the switchover was forced.
+    pub is_forced: bool,
     /// Bytes of memory sent, as QEMU counts them.
     pub memory_bytes: Option<u64>,
     /// Passes over memory, as QEMU counts them.
@@ -156,6 +167,7 @@ impl PeerResult {
             began,
             ended,
             failure,
+            is_forced: false,
             memory_bytes: ram("transferred"),
             passes: ram("dirty-sync-count"),
             disk_bytes: None,
@@ -184,40 +196,84 @@ impl PeerMove<'_> {
         let began = Instant::now();
         let target = json!({"uri": format!("tcp:{}:{PORT}", self.destination)});
         source.execute("migrate", &target)?;
-        let failure = self.wait(source, destination, began)?;
+        let (failure, is_forced) = self.wait(source, destination, began)?;
         let ended = Instant::now();
-        PeerResult::of(source, [began, ended], failure)
+        let result = PeerResult::of(source, [began, ended], failure)?;
+        Ok(PeerResult {
+            is_forced,
+            ..result
+        })
     }
 
-    /// Waits until the guest runs at the destination; returns the error otherwise.
+    /// Waits until the guest runs at the destination, and returns whether that was forced; returns
+    /// the error otherwise.
     fn wait(
         &self,
         source: &mut PeerQemu,
         destination: &mut PeerQemu,
         began: Instant,
-    ) -> Result<Option<String>, LabError> {
-        let mut switched = self.system.strategy() != "postcopy";
+    ) -> Result<(Option<String>, bool), LabError> {
+        let mut pushed = Pushed::default();
         let counts_passes = counts_passes(&source.execute("query-version", &json!({}))?);
         loop {
             let info = source.execute("query-migrate", &json!({}))?;
             match status_of(&info) {
-                "completed" if destination.status()? == "running" => return Ok(None),
-                "failed" => return Ok(Some("QEMU failed to migrate".to_owned())),
-                "postcopy-paused" => return Ok(Some("QEMU's post-copy broke".to_owned())),
-                "active" if !switched && first_pass_is_over(&info, counts_passes) => {
-                    source.execute("migrate-start-postcopy", &json!({}))?;
-                    switched = true;
+                "completed" if destination.status()? == "running" => {
+                    return Ok((None, pushed.is_forced));
+                }
+                "failed" => {
+                    return Ok((Some("QEMU failed to migrate".to_owned()), pushed.is_forced));
+                }
+                "postcopy-paused" => {
+                    return Ok((Some("QEMU's post-copy broke".to_owned()), pushed.is_forced));
+                }
+                "active" => {
+                    let is_late = self.force_after.is_some_and(|it| began.elapsed() > it);
+                    let is_due = self.system == PeerSystem::PostcopyAtOnce
+                        || first_pass_is_over(&info, counts_passes);
+                    pushed = self.push(source, pushed, [is_late, is_due])?;
                 }
                 _ => {}
             }
             if began.elapsed() > self.limit {
                 cancel(source)?;
                 let seconds = self.limit.as_secs();
-                return Ok(Some(format!("it had not converged after {seconds} s")));
+                let why = format!("it had not converged after {seconds} s");
+                return Ok((Some(why), pushed.is_forced));
             }
             interrupt::sleep(POLL_EVERY)?;
         }
     }
+
+    /// Asks QEMU to switch over: a move that is late, and a post-copy move that is due for it.
+    fn push(
+        &self,
+        source: &mut PeerQemu,
+        pushed: Pushed,
+        [is_late, is_due]: [bool; 2],
+    ) -> Result<Pushed, LabError> {
+        let is_postcopy = self.system.strategy() == "postcopy";
+        if pushed.is_asked || !(is_late || is_postcopy && is_due) {
+            return Ok(pushed);
+        }
+        if is_postcopy {
+            source.execute("migrate-start-postcopy", &json!({}))?;
+        } else {
+            let any = json!({"downtime-limit": ANY_DOWNTIME_MS});
+            source.execute("migrate-set-parameters", &any)?;
+        }
+        Ok(Pushed {
+            is_asked: true,
+            is_forced: !(is_postcopy && is_due),
+        })
+    }
+}
+
+/// Whether QEMU was asked to switch over, and whether that was for the time that had passed.
+#[derive(Debug, Clone, Copy, Default)]
+struct Pushed {
+    is_asked: bool,
+    is_forced: bool,
 }
 
 /// Returns whether `dirty-sync-count` is the number of passes over memory that were begun. Where

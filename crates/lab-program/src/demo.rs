@@ -338,12 +338,15 @@ fn case(link: LinkSpec) -> Result<Case, LabError> {
     Ok(Case {
         guest: guest.description(),
         load: Load::Arena {
+            name: arena.content.clone(),
             arena,
-            dirty_share: DIRTY_SHARE,
+            dirty_share: Some(DIRTY_SHARE),
         },
         link,
         downtime_ms: 300,
         limit: LIMIT,
+        force_after: None,
+        observe: Duration::ZERO,
         repeat: 1,
     })
 }

@@ -43,6 +43,12 @@ pub struct Workload {
     pub seed: u64,
 }
 
+impl Workload {
+    /// Pages rewritten per second by an arena that is to write as fast as the machine allows: 4
+    /// GiB.
+    pub const AS_FAST_AS_IT_CAN: u64 = 1 << 20;
+}
+
 /// A heartbeat with its arrival time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Beat {
@@ -74,6 +80,8 @@ impl Beat {
 pub struct Origins {
     /// The number of new heartbeats from another socket than the one before: once a move.
     pub switches: u64,
+    /// The arrival of the heartbeat that was the latest of these.
+    pub switched_at: Option<Instant>,
     /// The number of repeated heartbeats, already received from another socket: at most a buffer's
     /// worth a move, and hundreds a second with a second copy.
     pub repeated: u64,
@@ -401,7 +409,10 @@ impl Shared {
             state.heard.insert(path.to_owned(), at);
             let newest = state.beats.last().is_none_or(|last| last.number < beat);
             let elsewhere = state.current.as_deref().is_some_and(|known| known != path);
-            state.origins.switches += u64::from(newest && elsewhere);
+            if newest && elsewhere {
+                state.origins.switches += 1;
+                state.origins.switched_at = Some(at);
+            }
             state.origins.repeated += u64::from(!newest && elsewhere);
             // A buffer that both QEMUs had may arrive twice; only newer numbers count.
             if newest {
@@ -484,6 +495,7 @@ mod tests {
         assert_eq!(arena.heard_since(began).len(), 2);
         let origins = Origins {
             switches: 1,
+            switched_at: arena.last_beat().map(|beat| beat.at),
             repeated: 1,
         };
         assert_eq!(arena.origins(), origins);

@@ -27,9 +27,22 @@ impl LonghaulMover<'_> {
     /// # Errors
     /// When there is nothing to move, or an agent dies; a failed move is a row.
     pub fn run(&self, case: &Case) -> Result<MoveRow, LabError> {
-        let result = self
-            .boot(case)
-            .and_then(|mut guest| self.move_once(case, &mut guest, [0, 1], Show::Nothing));
+        self.run_as(case, ("precopy", &[]))
+    }
+
+    /// As [`Self::run`], with a strategy, which these options of the move choose.
+    ///
+    /// # Errors
+    /// When there is nothing to move, or an agent dies; a failed move is a row.
+    pub fn run_as(
+        &self,
+        case: &Case,
+        (strategy, words): (&str, &[&str]),
+    ) -> Result<MoveRow, LabError> {
+        let row = MoveRow::of(case, "longhaul", strategy);
+        let result = self.boot(case).and_then(|mut guest| {
+            self.move_as(row, case, &mut guest, [0, 1], words, Show::Nothing)
+        });
         let ended = self.end(case);
         let row = result?;
         ended.map(|()| row)
@@ -175,7 +188,7 @@ impl LonghaulMover<'_> {
         show: Show,
     ) -> Result<MoveRow, LabError> {
         let (mut row, finished) = self.carry_as(row, case, hosts, more, show)?;
-        guest.verify(&case.load, [finished.began, finished.ended], &mut row)?;
+        guest.verify(case, [finished.began, finished.ended], &mut row)?;
         Ok(row)
     }
 

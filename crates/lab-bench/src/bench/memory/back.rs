@@ -86,6 +86,8 @@ fn measure(
                 link: asked.link,
                 downtime_ms: ASKED_DOWNTIME_MS,
                 limit: LIMIT,
+                force_after: None,
+                observe: Duration::ZERO,
                 repeat,
             };
             let how = (WORKS_FOR, way_back(asked.options)?);

@@ -86,12 +86,15 @@ fn cases(asked: &Asked<'_>) -> Vec<Case> {
             cases.push(Case {
                 guest,
                 load: Load::Arena {
+                    name: (*content).to_owned(),
                     arena,
-                    dirty_share: *share,
+                    dirty_share: Some(*share),
                 },
                 link: asked.link,
                 downtime_ms: ASKED_DOWNTIME_MS,
                 limit: if *share > 1.0 { HOPELESS_LIMIT } else { LIMIT },
+                force_after: None,
+                observe: Duration::ZERO,
                 repeat,
             });
         }
@@ -172,12 +175,15 @@ mod tests {
         let case = Case {
             guest: Tiny::new("g").description(),
             load: Load::Arena {
+                name: workload.to_owned(),
                 arena,
-                dirty_share: share,
+                dirty_share: Some(share),
             },
             link,
             downtime_ms: ASKED_DOWNTIME_MS,
             limit: LIMIT,
+            force_after: None,
+            observe: Duration::ZERO,
             repeat: 1,
         };
         let mut row = MoveRow::of(&case, system, "precopy");

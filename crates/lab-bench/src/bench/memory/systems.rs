@@ -72,6 +72,8 @@ pub(super) fn measure(
                     link: asked.link,
                     downtime_ms: ASKED_DOWNTIME_MS,
                     limit: LIMIT,
+                    force_after: None,
+                    observe: Duration::ZERO,
                     repeat,
                 };
                 rows.push(movers.add_row(&case, *system, document)?);
@@ -328,15 +330,17 @@ mod tests {
             guest: Tiny::new("g").description(),
             load: Load::Arena {
                 arena,
-                dirty_share: 0.0,
+                name: "database".to_owned(),
+                dirty_share: None,
             },
             link: "100mbit,20ms".parse().unwrap(),
             downtime_ms: ASKED_DOWNTIME_MS,
             limit: LIMIT,
+            force_after: None,
+            observe: Duration::ZERO,
             repeat,
         };
         let mut row = MoveRow::of(&case, system, "precopy");
-        row.workload = "database".to_owned();
         row.outcome = "completed".to_owned();
         row.link_bytes = Some(megabytes * 1_000_000);
         row.total_ms = Some(seconds as f64 * 1000.0);
