@@ -125,6 +125,11 @@ impl Document {
         }
     }
 
+    /// Returns the bench's name.
+    pub fn bench(&self) -> &str {
+        &self.bench
+    }
+
     /// Returns the environment, to add the accelerator of guests.
     pub fn machine_mut(&mut self) -> &mut Machine {
         &mut self.machine

@@ -117,6 +117,7 @@ pub const BENCHES: &[Bench] = &[
     network::BENCH,
     redundancy::BENCH,
     memory::back::BENCH,
+    memory::strategies::BENCH,
 ];
 
 /// Prints the benches, or only their names.
@@ -132,7 +133,7 @@ pub fn list(names: bool) -> Result<(), LabError> {
                 format!("{}\n", bench.name)
             } else {
                 format!(
-                    "{:<8} {} (about {whole} min, --quick {quick} min)\n",
+                    "{:<10} {} (about {whole} min, --quick {quick} min)\n",
                     bench.name, bench.about
                 )
             }

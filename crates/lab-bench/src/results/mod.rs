@@ -11,6 +11,7 @@ mod moves;
 mod network;
 mod redundancy;
 mod rows;
+mod strategies;
 mod svg;
 
 use std::fmt::Write;
@@ -264,6 +265,7 @@ fn section(document: &Saved, documents: &[Saved]) -> Section {
         "handover" => moves::show_handover(&rows, &mut section),
         "link" => moves::show_link(&rows, &mut section),
         "network" => network::show(&rows, &mut section),
+        "strategies" => strategies::show(&rows, &document.name, &mut section),
         _ => {}
     }
     if !document.checks.is_empty() {
@@ -385,6 +387,13 @@ mod tests {
             moved("longhaul", "mirror", "completed", 0.5),
             moved("qemu-mirror", "mirror", "failed: late", 0.7),
         ]);
+        let strategies = json!([{
+            "system": "longhaul", "strategy": "postcopy", "workload": "max_1_4",
+            "link": {"rate_bps": 100_000_000, "rtt_ms": 20.0, "loss": 0.0}, "verify_errors": 0,
+            "outcome": "completed", "link_bytes": 60e6, "total_ms": 9000.0, "downtime_ms": 140.0,
+            "switchover_ms": 90.0, "work_before_per_s": 2000.0, "work_during_per_s": 500.0,
+            "work_after_switchover_per_s": 1500.0,
+        }]);
         let joined = |system: &str, bps: f64, outcome: &str| {
             json!({
                 "system": system, "case": "veth", "outcome": outcome, "version": "1.2",
@@ -402,6 +411,7 @@ mod tests {
             document("disk", disks),
             document("memory", moves),
             document("redundancy", figure),
+            document("strategies", strategies),
             document("unheard-of", json!([])),
         ]);
         for expected in [
@@ -414,6 +424,9 @@ mod tests {
             "| ior | 200 Mbit/s, 1 ms | qemu-mirror | 0 of 1 | 250 | 213 | 12 | 90 | 70.0 % | 2.4 \
              | 0 |",
             "(disk-throughput.svg)",
+            "| max_1_4 | 100 Mbit/s, 20 ms | longhaul postcopy | 1 of 1 | 0 | 60 | 9 | 140 | 90 | \
+             25.0 % | 75.0 % | 0 |",
+            "(strategies-work.svg)",
             "(memory-responses.svg)",
             "| mix | 0.3 | 50.0 % | 0.0 % | 0.0 % |",
             "| `bad.x` | not measured | at least 5 | **no** |",
@@ -430,7 +443,7 @@ mod tests {
             assert!(page.contains(expected), "{expected}\n\n{page}");
         }
         let pictures = files(folder.path(), "svg").unwrap();
-        assert_eq!(pictures.len(), 8, "{pictures:?}");
+        assert_eq!(pictures.len(), 11, "{pictures:?}");
         for picture in pictures {
             let name = picture.file_name().unwrap().to_str().unwrap().to_owned();
             assert!(page.contains(&format!("({name})")), "{name}");

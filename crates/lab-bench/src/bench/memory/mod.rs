@@ -4,6 +4,7 @@
 pub(super) mod back;
 pub(super) mod group;
 mod rates;
+pub(super) mod strategies;
 mod systems;
 
 use super::document::{Document, Sense, median};
@@ -19,7 +20,7 @@ use longhaul_lab::link::spec::LinkSpec;
 use longhaul_lab::product::{Product, Settings};
 use std::fs;
 use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The bench's entry of `lab bench --list`.
@@ -33,6 +34,8 @@ pub(super) const BENCH: Bench = Bench {
 
 const LINK: &str = "100mbit,20ms";
 const ASKED_DOWNTIME_MS: u64 = 300;
+/// The QEMU of baselines that the chosen one lacks, where a bench takes them nevertheless.
+const NEWER_QEMU: &str = "11.1";
 
 /// Runs the bench, adding rows and then checks to the document.
 fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
@@ -65,40 +68,25 @@ fn on_ground(
 ) -> Result<(), LabError> {
     let link = options.link_or(link)?;
     let plan = Plan {
-        purpose: "bench memory".to_owned(),
+        purpose: format!("bench {}", document.bench()),
         hosts: 2,
         link,
         seed: options.seed,
     };
     let mut lab = Lab::create(&plan)?;
     document.add_link(link, lab.measure_link(link)?);
-    let (mut disks, mut local) = (Vec::new(), Vec::new());
-    if let Some(guest) = guest {
-        let workloads = systems::workloads(options, guest);
-        if workloads.iter().any(|name| guest.has_clients(name)) {
-            lab.add_clients()?;
-        }
-        let moves = workloads.len() * options.repeats() as usize;
-        disks = images(moves, &lab.shared_folder()?);
-        let of_disks = systems.iter().filter(|system| system.takes_disk()).count();
-        local = local_images(moves * of_disks);
-    }
+    let (disks, local) = match guest {
+        Some(guest) => disks(options, guest, systems, &mut lab)?,
+        None => (Vec::new(), Vec::new()),
+    };
     let files = KernelFiles::make(lab.host(0)?.folder())?;
     let ours = |system: &System| !matches!(system, System::Peer(_));
+    let images = (&disks[..], &local[..]);
     let product = match systems.iter().any(ours) {
-        true => Some(product(
-            &mut lab,
-            &files,
-            (&disks, &local),
-            (options, more),
-        )?),
+        true => Some(product(&mut lab, &files, images, (options, more))?),
         false => None,
     };
-    // Baselines run with the same accelerator as Longhaul's guests.
-    let kvm = product
-        .as_ref()
-        .map_or(Ok(false), |product| product.has_kvm(0))?;
-    let accelerator = if kvm { "kvm" } else { "tcg" };
+    let accelerator = accelerator(product.as_ref())?;
     let binary = installed::qemu(&options.qemu)?;
     let version = installed::qemu_version(&binary)?;
     document.machine_mut().accel = Some(accelerator.to_owned());
@@ -106,21 +94,27 @@ fn on_ground(
 
     let folder = lab.host(0)?.folder();
     let here = |name: &String| (name.clone(), folder.join(format!("{name}.img")));
-    let launcher = |disks| Launcher {
+    let launcher = |binary: &Path, disks| Launcher {
         lab: &lab,
         files: &files,
-        qemus: [binary.clone(), binary.clone()],
+        qemus: [binary.to_owned(), binary.to_owned()],
         accelerator,
         disks,
     };
-    let of_host = launcher(local.iter().map(here).collect());
-    let launcher = launcher(disks);
+    let of_host = launcher(&binary, local.iter().map(here).collect());
+    let newer = match systems.iter().any(|system| system.is_lacking(&version)) {
+        true => Some(launcher(&installed::qemu(NEWER_QEMU)?, disks.clone())),
+        false => None,
+    };
+    let launcher = launcher(&binary, disks);
     let movers = Movers {
         longhaul: product
             .as_ref()
             .map(|product| LonghaulMover { lab: &lab, product }),
         launcher: &launcher,
         of_host: &of_host,
+        newer: newer.as_ref(),
+        version: &version,
     };
     let chipset = Chipset::named(&options.machine).unwrap_or(Chipset::Q35);
     let machine = chipset.machine_type(&major_minor(&version));
@@ -131,6 +125,33 @@ fn on_ground(
         guest,
     };
     measure(&asked, &movers, document)
+}
+
+/// Returns the accelerator of all guests: baselines run with the same one as Longhaul's.
+fn accelerator(product: Option<&Product>) -> Result<&'static str, LabError> {
+    let kvm = product.map_or(Ok(false), |product| product.has_kvm(0))?;
+    Ok(if kvm { "kvm" } else { "tcg" })
+}
+
+/// Disk images: their names in configurations, and their files.
+type Images = Vec<(String, PathBuf)>;
+
+/// Adds what the workloads of a guest with a whole system need; returns the images of its disk, and
+/// the names of those of local disks.
+fn disks(
+    options: &Options,
+    guest: &SystemGuest,
+    systems: &[System],
+    lab: &mut Lab,
+) -> Result<(Images, Vec<String>), LabError> {
+    let workloads = systems::workloads(options, guest);
+    if workloads.iter().any(|name| guest.has_clients(name)) {
+        lab.add_clients()?;
+    }
+    let moves = workloads.len() * options.repeats() as usize;
+    let of_disks = systems.iter().filter(|system| system.takes_disk()).count();
+    let disks = images(moves, &lab.shared_folder()?);
+    Ok((disks, local_images(moves * of_disks)))
 }
 
 /// The parameters of a run of the bench.
@@ -210,9 +231,26 @@ struct Movers<'a> {
     launcher: &'a Launcher<'a>,
     /// Starts guests with a local disk of the first host.
     of_host: &'a Launcher<'a>,
+    /// Starts guests of baselines that the chosen QEMU lacks, with a newer one.
+    newer: Option<&'a Launcher<'a>>,
+    /// The version of the chosen QEMU.
+    version: &'a str,
 }
 
 impl Movers<'_> {
+    /// Moves a case's guest with a baseline.
+    fn move_by_peer(&self, case: &Case, system: PeerSystem) -> Result<MoveRow, LabError> {
+        if system.is_in(self.version) {
+            let launcher = self.launcher;
+            return PeerMover { launcher }.run(case, system);
+        }
+        let lacks = || LabError::Which(lacks(self.version, system));
+        let launcher = self.newer.ok_or_else(lacks)?;
+        let mut row = PeerMover { launcher }.run(case, system)?;
+        row.parameters.qemu = Some(installed::qemu_version(&launcher.qemus[0])?);
+        Ok(row)
+    }
+
     /// Moves a case's guest with one of them, and adds the row.
     fn add_row(
         &self,
@@ -220,12 +258,18 @@ impl Movers<'_> {
         system: System,
         document: &mut Document,
     ) -> Result<MoveRow, LabError> {
-        let launcher = self.launcher;
         let row = match (system, &self.longhaul, &case.load) {
-            (System::Peer(system), ..) => PeerMover { launcher }.run(case, system)?,
+            (System::Peer(system), ..) => self.move_by_peer(case, system)?,
             (System::Longhaul, Some(longhaul), Load::Arena { .. }) => longhaul.run(case)?,
             (System::Longhaul, Some(longhaul), Load::Warm(_)) => {
-                longhaul.run_attached(case, launcher, ("longhaul", &[]))?
+                longhaul.run_attached(case, self.launcher, ("longhaul", &[]))?
+            }
+            (System::Strategy(strategy), Some(longhaul), Load::Arena { .. }) => {
+                longhaul.run_as(case, (strategy, &["--strategy", strategy]))?
+            }
+            (System::Strategy(strategy), Some(_), Load::Warm(_)) => {
+                let text = format!("{strategy} is compared with the guest tiny alone");
+                return Err(LabError::Which(text));
             }
             (System::WithDisk { index }, Some(longhaul), Load::Warm(_)) => {
                 let mut words = vec!["--disks", "precopy"];
@@ -240,7 +284,7 @@ impl Movers<'_> {
                 let text = format!("{} has no disk: try --guest debian", case.guest.name);
                 return Err(LabError::Which(text));
             }
-            (System::Longhaul | System::WithDisk { .. }, None, _) => {
+            (System::Longhaul | System::WithDisk { .. } | System::Strategy(_), None, _) => {
                 return Err(LabError::Which("no agents were started".to_owned()));
             }
         };
@@ -298,6 +342,8 @@ enum System {
     WithDisk {
         index: bool,
     },
+    /// Longhaul with this strategy for the memory.
+    Strategy(&'static str),
     Peer(PeerSystem),
 }
 
@@ -310,7 +356,7 @@ impl System {
     /// Returns its name in rows.
     fn name(self) -> &'static str {
         match self {
-            Self::Longhaul => "longhaul",
+            Self::Longhaul | Self::Strategy(_) => "longhaul",
             Self::WithDisk { index: true } => "longhaul-with-disk",
             Self::WithDisk { index: false } => "longhaul-with-disk-no-index",
             Self::Peer(peer) => peer.name(),
@@ -319,6 +365,11 @@ impl System {
 
     fn takes_disk(self) -> bool {
         matches!(self, Self::WithDisk { .. })
+    }
+
+    /// Returns whether a QEMU of this version lacks it.
+    fn is_lacking(self, version: &str) -> bool {
+        matches!(self, Self::Peer(peer) if !peer.is_in(version))
     }
 }
 
@@ -385,9 +436,17 @@ fn show(row: &MoveRow) -> String {
         Some(rate) => format!("{:<6} dirty {rate:.1} of link", row.workload),
         None => row.workload.clone(),
     };
-    let share = row.work_during_per_s.zip(row.work_before_per_s);
-    let share = share.filter(|(_, before)| *before > 0.0);
-    let share = share.map(|(during, before)| during / before * 100.0);
+    let of_before = |work: Option<f64>| {
+        let work = work.zip(row.work_before_per_s);
+        let work = work.filter(|(_, before)| *before > 0.0);
+        work.map(|(work, before)| work / before * 100.0)
+    };
+    let after = of_before(row.work_after_switchover_per_s).map_or_else(String::new, |share| {
+        format!(
+            ", {share:.1} % after the switchover of {}",
+            number(row.switchover_ms, "ms")
+        )
+    });
     let clients = row.responses.as_ref().map_or_else(String::new, |seen| {
         format!(
             "clients' responses {} before and {} during, none for {}, ",
@@ -397,15 +456,18 @@ fn show(row: &MoveRow) -> String {
         )
     });
     format!(
-        "{:<18} {}, repeat {}: {} over the link, {}, downtime {}, work {} of before, \
+        "{:<18} {}, repeat {}: {} over the link, {}, downtime {}, work {} of before{after}, \
          {clients}errors {}, {}",
-        row.system,
+        match row.system.as_str() {
+            "longhaul" => format!("longhaul {}", row.strategy),
+            other => other.to_owned(),
+        },
         kind,
         row.repeat,
         number(row.link_bytes.map(|bytes| bytes as f64 / 1e6), "MB"),
         number(row.total_ms.map(|ms| ms / 1e3), "s"),
         number(row.downtime_ms, "ms"),
-        number(share, "%"),
+        number(of_before(row.work_during_per_s), "%"),
         row.verify_errors
             .map_or_else(|| "-".to_owned(), |errors| errors.to_string()),
         row.outcome,

@@ -59,7 +59,7 @@ pub(super) fn measure(
                 let image = match system {
                     System::Longhaul => images.next(),
                     System::WithDisk { .. } => local.next(),
-                    System::Peer(_) => None,
+                    System::Strategy(_) | System::Peer(_) => None,
                 };
                 if let Some((image, _)) = image {
                     for disk in &mut description.disks {
@@ -215,7 +215,7 @@ impl Judged<'_> {
         }
         let is_precopy = |system: &System| match system {
             System::Peer(peer) => peer.strategy() == "precopy",
-            System::Longhaul | System::WithDisk { .. } => false,
+            System::Longhaul | System::WithDisk { .. } | System::Strategy(_) => false,
         };
         if self.systems.iter().any(is_precopy) {
             let name = format!("total_ms_vs_best_precopy.{workload}");
