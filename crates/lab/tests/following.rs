@@ -47,9 +47,16 @@ fn moves_there_and_back(version: &str, chipset: Chipset, vcpus: u32) {
     guest.end(&stage);
 }
 
+/// The tests of disks move memory of all versions by these strategies, too.
+fn every_case() -> bool {
+    std::env::var_os("LONGHAUL_EVERY_CASE").is_some()
+}
+
 #[test]
 fn memory_of_qemu_7_2_follows() {
-    moves_there_and_back("7.2", Chipset::Pc, 1);
+    if every_case() {
+        moves_there_and_back("7.2", Chipset::Pc, 1);
+    }
 }
 
 #[test]
@@ -59,19 +66,9 @@ fn memory_of_qemu_10_follows() {
 
 #[test]
 fn memory_of_qemu_11_1_follows() {
-    moves_there_and_back("11.1", Chipset::Q35, 2);
-}
-
-#[test]
-fn memory_above_4_gib_follows() {
-    let Some(stage) = Stage::new("following above 4 GiB", ["10.0", "10.0"], LINK) else {
-        return;
-    };
-    let mut large = tiny("large", Chipset::Q35, "10.0", 1);
-    large.memory_mib = 5 * 1024;
-    let mut guest = stage.boot(&large, BUSY);
-    moves(&mut guest, &stage, 0, "postcopy");
-    guest.end(&stage);
+    if every_case() {
+        moves_there_and_back("11.1", Chipset::Q35, 2);
+    }
 }
 
 /// What happens while memory follows.

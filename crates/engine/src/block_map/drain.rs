@@ -98,9 +98,11 @@ impl BlockMap {
     }
 
     /// Sends a block that the destination waits for and knows to be missing, even if it was
-    /// believed to have arrived. The other blocks of its chunk follow soon.
-    pub(crate) fn want_missing(&mut self, index: usize) {
-        if self.records.get(index).flags & super::IN_FLIGHT != 0 {
+    /// believed to have arrived, unless a frame from `from_seq` on carries it. The other blocks of
+    /// its chunk follow soon.
+    pub(crate) fn want_missing(&mut self, index: usize, from_seq: u32) {
+        let block = self.records.get(index);
+        if block.flags & super::IN_FLIGHT != 0 && block.sent_seq >= from_seq {
             return;
         }
         let chunk = chunk::of(index as u64) as u32;

@@ -679,7 +679,7 @@ mod tests {
         map.written(BlockRange::new(128, 128), None);
         map.written(BlockRange::new(192, 1), None);
         map.drain();
-        map.want_missing(5);
+        map.want_missing(5, 0);
         let mut order = Vec::new();
         map.take(Class::Wanted, 9, 1, false, |block| order.push(block));
         assert_eq!(order, [5]);
@@ -741,7 +741,7 @@ mod tests {
         let pending = |map: &BlockMap| Class::ALL.map(|class| map.pending(class));
         assert_eq!(pending(&map), [0, 2, 1, 1]);
         map.drain();
-        map.want_missing(1);
+        map.want_missing(1, 0);
         assert_eq!(pending(&map), [1, 1, 1, 1]);
         let mut order = Vec::new();
         map.take_drained(usize::MAX, 1, |block| order.push(block));
@@ -759,7 +759,7 @@ mod tests {
         map.superseded(BlockRange::new(0, 100), true);
         assert_eq!(map.pending_total(), 0);
         assert!(map.holds(70, &ZERO));
-        map.want_missing(70);
+        map.want_missing(70, 0);
         assert_eq!(map.pending(Class::Wanted), 1, "it is believed");
     }
 }

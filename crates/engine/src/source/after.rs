@@ -40,8 +40,12 @@ impl Source {
     /// Promises listed blocks that the destination asks for while it loads the guest, and those
     /// beside them, which it often asks for next: they travel now.
     pub fn asked(&mut self, id: RegionId, range: BlockRange) -> Result<(), SourceError> {
+        let from_seq = *self.missing_from.get_or_insert(self.next_seq);
         let region = self.region(id, range)?;
         if region.is_listed() {
+            for block in range.blocks() {
+                region.map.want_missing(block as usize, from_seq);
+            }
             let start = range.start / ASKED_BLOCKS * ASKED_BLOCKS;
             let end = range.end().next_multiple_of(ASKED_BLOCKS);
             let end = end.min(region.spec.blocks);
@@ -92,6 +96,7 @@ impl Source {
     /// follow, wanted ones first.
     pub fn handed_over(&mut self) {
         self.draining = true;
+        self.missing_from.get_or_insert(self.next_seq);
         let expected = self.rhythm.is_in_next_burst();
         let written = self.rhythm.written_in_burst();
         self.overwriting.begin(expected, written);

@@ -155,6 +155,8 @@ pub struct Source {
     hot_allowed: bool,
     /// Whether memory that has to be there may follow instead, if the guest writes too fast.
     memory_may_follow: bool,
+    /// The frame from which on frames bring blocks that the destination knows to be missing.
+    missing_from: Option<u32>,
 }
 
 #[derive(Debug, Default)]
@@ -230,6 +232,7 @@ impl Source {
             left_to_guest: false,
             hot_allowed: false,
             memory_may_follow: false,
+            missing_from: None,
         };
         let mut first = 0;
         for spec in regions {
@@ -402,10 +405,11 @@ impl Source {
     /// travel even if they were believed to have arrived.
     pub fn wanted(&mut self, region: RegionId, range: BlockRange) -> Result<(), SourceError> {
         let draining = self.draining;
+        let from_seq = self.missing_from.unwrap_or(0);
         let region = self.region(region, range)?;
         for block in range.blocks() {
             if draining && region.is_listed() {
-                region.map.want_missing(block as usize);
+                region.map.want_missing(block as usize, from_seq);
             } else {
                 region.map.want(block as usize);
             }
@@ -467,6 +471,7 @@ impl Source {
     /// Handles the loss of the connection: frames that were not acknowledged are pending again.
     pub fn connection_lost(&mut self) {
         self.connected = false;
+        self.missing_from = None;
         for (seq, flight) in std::mem::take(&mut self.flights) {
             self.unpin(&flight.pinned);
             self.named_lost(&flight.named);

@@ -108,6 +108,30 @@ fn what_a_destination_asks_for_while_it_loads_the_guest_comes_before_the_switcho
 }
 
 #[test]
+fn what_the_destination_lacks_travels_even_if_it_was_believed_to_be_there() {
+    let mut source = memory(Strategy::HYBRID);
+    settle(&mut source);
+    source.written(MEMORY, BlockRange::new(64, 1)).unwrap();
+    source.frozen();
+    let blocks = vec![BlockRange::new(64, 1)];
+    source.promise(MEMORY, blocks).unwrap();
+    // It is on its way when the lists are sent, and the destination drops it with them.
+    let early = take(&mut source).unwrap();
+    source.closed();
+    source.asked(MEMORY, BlockRange::new(64, 1)).unwrap();
+    let again = take(&mut source).unwrap();
+    assert_eq!(again.blocks[0].block, 64);
+    // The next request finds it on its way.
+    source.asked(MEMORY, BlockRange::new(64, 1)).unwrap();
+    assert!(take(&mut source).is_none());
+    acknowledge(&mut source, &early);
+    acknowledge(&mut source, &again);
+    source.handed_over();
+    source.wanted(MEMORY, BlockRange::new(64, 1)).unwrap();
+    assert_eq!(take(&mut source).unwrap().blocks[0].block, 64);
+}
+
+#[test]
 fn zeros_that_are_asked_for_travel() {
     let spec = RegionSpec {
         starts_zero: true,

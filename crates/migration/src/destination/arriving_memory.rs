@@ -35,7 +35,11 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The source's lists of blocks of memory that follow.
 #[derive(Default)]
-pub(crate) struct Lists(BTreeMap<RegionId, (RegionSpec, Presence)>);
+pub(crate) struct Lists {
+    regions: BTreeMap<RegionId, (RegionSpec, Presence)>,
+    /// Blocks that could not be used and have not come again. They are missing, listed or not.
+    rejected: BTreeSet<(RegionId, u64)>,
+}
 
 impl Lists {
     /// Creates the lists of the memory among these regions.
@@ -46,27 +50,31 @@ impl Lists {
             let presence = Presence::new(spec.id, spec.blocks);
             (spec.id, (spec.clone(), presence))
         };
-        Self(memory.map(list).collect())
+        Self {
+            regions: memory.map(list).collect(),
+            rejected: BTreeSet::new(),
+        }
     }
 
     /// Returns whether memory may follow.
     pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.regions.is_empty()
     }
 
     pub(crate) fn regions(&self) -> impl Iterator<Item = RegionId> {
-        self.0.keys().copied()
+        self.regions.keys().copied()
     }
 
     pub(crate) fn has(&self, region: RegionId) -> bool {
-        self.0.contains_key(&region)
+        self.regions.contains_key(&region)
     }
 
     fn all(&mut self) -> impl Iterator<Item = &mut Presence> {
-        self.0.values_mut().map(|(_, presence)| presence)
+        self.regions.values_mut().map(|(_, presence)| presence)
     }
 
     pub(crate) fn connected(&mut self, epoch: Epoch) {
+        self.rejected.clear();
         self.all().for_each(|presence| presence.connected(epoch));
     }
 
@@ -74,46 +82,66 @@ impl Lists {
         self.all().for_each(Presence::seal);
     }
 
-    /// Takes a part of the list of a region. Blocks that were rejected before it are missing too.
+    /// Takes a part of the list of a region.
     pub(crate) fn listed(
         &mut self,
         list: &List,
         destination: &mut Destination,
     ) -> Result<(), String> {
-        let Some((_, presence)) = self.0.get_mut(&list.region) else {
+        let Some((_, presence)) = self.regions.get_mut(&list.region) else {
             return Err(format!("region {} is no memory", list.region.0));
         };
         let taken = presence.listed(list);
         taken.map_err(|error| error.to_string())?;
         if list.next_chunk.is_none() && list.from_seq != u64::MAX {
-            for block in destination.listed(list.region) {
-                presence.rejected(BlockRange::new(block, 1), 0);
-            }
+            let rejected = destination.listed(list.region).into_iter();
+            self.rejected
+                .extend(rejected.map(|block| (list.region, block)));
         }
         Ok(())
     }
 
-    /// Records blocks that could not be used.
-    pub(crate) fn rejected(&mut self, rejected: &[(RegionId, BlockRange)], seq: u64) {
+    /// Records blocks that could not be used although their region is listed.
+    pub(crate) fn rejected(&mut self, rejected: &[(RegionId, BlockRange)]) {
         for (region, range) in rejected {
-            if let Some((_, presence)) = self.0.get_mut(region) {
-                presence.rejected(*range, seq);
+            let region = self.regions.get_key_value(region);
+            if let Some((region, (_, presence))) = region
+                && presence.is_listed()
+            {
+                self.rejected
+                    .extend(range.blocks().map(|block| (*region, block)));
             }
         }
     }
 
+    /// Records blocks that are written to QEMU's RAM.
+    pub(crate) fn arrived(&mut self, region: RegionId, range: BlockRange) {
+        if !self.rejected.is_empty() {
+            range.blocks().for_each(|block| {
+                self.rejected.remove(&(region, block));
+            });
+        }
+    }
+
     pub(crate) fn is_listed(&self) -> bool {
-        let mut lists = self.0.values();
+        let mut lists = self.regions.values();
         lists.all(|(_, presence)| presence.is_listed())
     }
 
     /// Returns the missing blocks of each region.
     pub(crate) fn missing(&self) -> Vec<ArrivingRegion> {
-        let of = |(spec, presence): &(RegionSpec, Presence)| ArrivingRegion {
-            spec: spec.clone(),
-            missing: presence.lacks(0, usize::MAX).0,
+        let of = |(spec, presence): &(RegionSpec, Presence)| {
+            let listed = presence.lacks(0, usize::MAX).0;
+            let mut missing = remaining::ranges(&listed, spec.blocks);
+            let rejected = (spec.id, 0)..=(spec.id, u64::MAX);
+            let rejected = self.rejected.range(rejected);
+            missing.extend(rejected.map(|(_, block)| BlockRange::new(*block, 1)));
+            ArrivingRegion {
+                spec: spec.clone(),
+                missing: remaining::of_ranges(&missing, spec.blocks),
+            }
         };
-        self.0.values().map(of).collect()
+        self.regions.values().map(of).collect()
     }
 }
 
@@ -525,7 +553,7 @@ mod tests {
         let mut destination = Destination::new(&specs).unwrap();
         let rejected = [(MEMORY, BlockRange::new(64, 1))];
         destination.applied(Epoch(1), 1, &rejected).unwrap();
-        lists.rejected(&rejected, 1);
+        lists.rejected(&rejected);
         let list = |region| List {
             from_seq: 2,
             remaining: vec![Remaining {
@@ -545,6 +573,13 @@ mod tests {
         let missing = lists.missing();
         let ranges = remaining::ranges(&missing[0].missing, 128);
         assert_eq!(ranges, [BlockRange::new(0, 2), BlockRange::new(64, 1)]);
+        // It comes again behind the list; what is listed stays missing.
+        lists.arrived(MEMORY, BlockRange::new(0, 65));
+        let ranges = remaining::ranges(&lists.missing()[0].missing, 128);
+        assert_eq!(ranges, [BlockRange::new(0, 2)]);
+        lists.rejected(&[(MEMORY, BlockRange::new(70, 1))]);
+        let ranges = remaining::ranges(&lists.missing()[0].missing, 128);
+        assert_eq!(ranges, [BlockRange::new(0, 2), BlockRange::new(70, 1)]);
     }
 
     #[tokio::test(flavor = "multi_thread")]

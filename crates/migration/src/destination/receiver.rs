@@ -440,6 +440,7 @@ impl Inner {
             store,
             others,
             disks,
+            lists,
             kept,
             error,
             fresh,
@@ -450,6 +451,7 @@ impl Inner {
             store: store.as_deref_mut(),
             others,
             disks,
+            lists,
             kept,
             epoch,
             error,
@@ -470,7 +472,7 @@ impl Inner {
         }
         self.disks.settle().map_err(ReceiveError::Store)?;
         self.disks.rejected(&outcome.rejected, outcome.seq);
-        self.lists.rejected(&outcome.rejected, outcome.seq);
+        self.lists.rejected(&outcome.rejected);
         self.destination
             .applied(epoch, outcome.seq, &outcome.rejected)?;
         Ok(blocks)
@@ -500,6 +502,7 @@ struct Sink<'a> {
     store: Option<&'a mut (dyn Store + 'static)>,
     others: &'a Others,
     disks: &'a mut Disks,
+    lists: &'a mut Lists,
     kept: &'a Kept,
     epoch: Epoch,
     error: &'a mut Option<String>,
@@ -553,6 +556,7 @@ impl BlockSink for Sink<'_> {
                 self.blocks += write.range.count;
                 self.fresh
                     .push(self.destination.written(write.region, write.range, seq));
+                self.lists.arrived(write.region, write.range);
             }
             let Some(first) = writes.first() else {
                 continue;

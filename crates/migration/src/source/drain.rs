@@ -23,7 +23,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// Time for the destination to say that it has all of the memory that was sent.
+const STUCK_AFTER: Duration = Duration::from_secs(10);
 
 /// The drain of a guest's memory and disks.
 pub(crate) struct Drain {
@@ -31,6 +34,8 @@ pub(crate) struct Drain {
     regions: BTreeMap<RegionId, Region>,
     /// Whether it began over the connection that the destination had READY on.
     goes_on: bool,
+    /// Since when nothing is left to send over that connection.
+    drained_at: Option<Instant>,
     /// The connection, until the destination has listed all its missing blocks and it is used.
     line: Option<Arc<Line>>,
     unreadable: BTreeSet<BlockId>,
@@ -199,11 +204,23 @@ impl Drain {
             sending: sending.clone(),
             regions: specs.map(|spec| (spec.id, region(spec))).collect(),
             goes_on: false,
+            drained_at: None,
             line: None,
             unreadable: BTreeSet::new(),
             unsaid: Vec::new(),
             rest: None,
         }
+    }
+
+    /// Returns whether all was sent over the connection that it began over, and the destination
+    /// still lacks something: it has to say what, over a new one.
+    pub(crate) fn is_stuck(&mut self) -> bool {
+        if !self.goes_on || !self.sending.engine().is_drained() {
+            self.drained_at = None;
+            return false;
+        }
+        let since = *self.drained_at.get_or_insert_with(Instant::now);
+        since.elapsed() > STUCK_AFTER
     }
 
     /// Returns whether it needs no other connection than the one that it began over.

@@ -7,6 +7,7 @@ use crate::source::local_disks::may_be_left;
 use crate::source::verify::Image;
 use crate::status::failure;
 use longhaul_api::Phase;
+use longhaul_attempt::source::Event;
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{BlockRange, RegionId};
@@ -88,6 +89,9 @@ impl SourceAttempt {
             self.send(message).await;
         }
         self.task.sending.wake();
+        if self.draining.as_mut().is_some_and(Drain::is_stuck) {
+            self.tell(Event::Reconnect).await;
+        }
     }
 
     /// Sends a message of the drain's comparison, and updates the report.
