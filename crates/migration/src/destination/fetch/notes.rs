@@ -43,9 +43,9 @@ impl Fetch {
         let noted = found.len() + usize::from(memory.is_some());
         let text = match noted < expected {
             true => Some(format!(
-                "{} of the {expected} disks that may lack blocks (its memory counts as one) have \
-                 no note in {} and {}: {} keeps what it has. If a folder was moved, move it back; \
-                 an older copy of it is wrong",
+                "{} of the {expected} disks that may lack blocks have no note in {} and {} (memory \
+                 counts as a disk): {} keeps its images. If a folder was moved, move it back; an \
+                 older copy of it is wrong",
                 expected - noted,
                 folder.display(),
                 memory_notes::folder(&state).display(),
