@@ -5,8 +5,8 @@
 //! STATE/following/GUEST.left       at the source: its stopped QEMU holds what is missing there
 //! ```
 //!
-//! A note survives the agent, and need not survive the host: neither does the guest. So it is not
-//! synced: the one at the destination is written while the guest stands still.
+//! A note survives the agent, and need not survive the host: neither does the guest. Notes are not
+//! synced: the destination writes its note while the guest is stopped.
 
 use longhaul_engine::remaining::Remaining;
 use longhaul_protocol::disk::Pulled;

@@ -60,7 +60,7 @@ pub(crate) struct LeftMemory {
     pub(crate) qemu: Option<(Guest, GuestMemory)>,
 }
 
-/// What is left of a departed guest, as an earlier agent has noted it.
+/// The content that a departed guest's destination lacks, as an earlier agent noted it.
 struct LeftContent {
     memory: Option<LeftMemory>,
     disks: BTreeMap<RegionId, Arc<RawDisk>>,

@@ -57,7 +57,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 struct Kind {
     /// Megabytes of pages per second; `None`: as fast as the machine allows.
     rate_mb_per_s: Option<u64>,
-    /// The part of the guest's memory that it writes: one of so many.
+    /// The working set is the guest's memory divided by this.
     working_set_of: u64,
 }
 
