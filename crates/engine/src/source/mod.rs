@@ -297,14 +297,13 @@ impl Source {
         self.memory_may_follow = true;
     }
 
-    /// Lets memory follow from now on, if it may: the guest writes it as fast as the link carries
-    /// it, so nothing more of it is sent before the stop. Returns whether it follows.
-    pub fn let_memory_follow(&mut self) -> bool {
+    /// Lets memory follow from now on, if it may: the guest writes it too fast for the requested
+    /// downtime, so nothing more of it has to be sent before the stop.
+    pub fn let_memory_follow(&mut self) {
         if std::mem::take(&mut self.memory_may_follow) {
             let memory = self.regions.iter_mut().filter(|it| !it.is_written_late());
             memory.for_each(|region| region.strategy = Strategy::POSTCOPY);
         }
-        self.memory_follows()
     }
 
     /// Returns whether memory is listed instead of promised.
