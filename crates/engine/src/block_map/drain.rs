@@ -5,8 +5,13 @@
 //! guest that passes over its data repeatedly overwrites that chunk last, and a block that is
 //! overwritten has been sent in vain.
 //!
-//! In a region whose writes are found by passes, the chunks with the latest writes travel first,
-//! and of these those with the most written blocks.
+//! In a region whose writes are found by passes, chunks of which a few blocks were written come
+//! first: the guest's own data, such as its stacks and tables, of which little has to travel, and
+//! for each block of which the guest would wait alone. Then the chunks with the latest writes, and
+//! of these those with the most written blocks.
+//!
+//! What is near a block that the guest waited for travels soon: alternately with the first of
+//! these.
 
 use super::{BlockMap, Class, Heat};
 use crate::chunk;
@@ -15,6 +20,8 @@ use std::collections::VecDeque;
 
 /// Limit on chunks that are prefetched because the guest waited for a part of them.
 const SOON_MAX: usize = 256;
+/// The number of written blocks up to which a chunk counts as one with few of them.
+const FEW_BLOCKS: u32 = 16;
 /// Limit on chunks with records of single blocks: 24 MiB. Beyond it, a wanted block makes its whole
 /// chunk travel soon, and does not go ahead of the chunk.
 const PAGES_MAX: usize = 1 << 14;
@@ -23,32 +30,61 @@ const PAGES_MAX: usize = 1 << 14;
 pub(super) struct Drain {
     /// Chunks whose remaining blocks are prefetched after a part of them was wanted.
     soon: VecDeque<u32>,
-    /// Chunks by decreasing count, then by the time of their last write, the latest first.
+    /// Chunks by how soon the guest is expected to need them.
     order: Vec<u32>,
     next: usize,
+    /// The number of chunks at the beginning of `order` of which a few blocks were written.
+    few: usize,
+    /// Whether the next of these goes before those that travel soon.
+    few_next: bool,
+}
+
+/// How soon the guest is expected to need a chunk: the higher, the sooner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct ExpectedUse {
+    few_written: bool,
+    /// In their order for a region that is written in passes: the latest pass, and the number of
+    /// blocks; otherwise the number of blocks, and the last write.
+    by: (u32, u32),
+}
+
+impl Drain {
+    /// Returns the next chunk, and whether it comes from those that travel soon.
+    fn next_chunk(&self) -> Option<(u32, bool)> {
+        let soon = self.soon.front().map(|chunk| (*chunk, true));
+        let next = self.order.get(self.next).map(|chunk| (*chunk, false));
+        match self.few_next && self.next < self.few {
+            true => next.or(soon),
+            false => soon.or(next),
+        }
+    }
 }
 
 impl BlockMap {
     /// Switches to the order of the drain.
     pub(crate) fn drain(&mut self) {
         let left = (0..self.pending.len()).filter(|chunk| self.pending[*chunk] != 0);
-        let mut order: Vec<u32> = left.map(|chunk| chunk as u32).collect();
-        order.sort_by_cached_key(|chunk| Reverse(self.expected_use(*chunk as usize)));
+        let expected = left.map(|chunk| (Reverse(self.expected_use(chunk)), chunk as u32));
+        let mut order: Vec<_> = expected.collect();
+        order.sort_by_key(|(expected, _)| *expected);
+        let few = order.partition_point(|(expected, _)| expected.0.few_written);
         let soon = self.drain.take().unwrap_or_default().soon;
         self.drain = Some(Drain {
             soon,
-            order,
+            order: order.into_iter().map(|(_, chunk)| chunk).collect(),
             next: 0,
+            few,
+            few_next: true,
         });
     }
 
-    /// Returns how soon the guest is expected to need a chunk: the higher, the sooner.
-    fn expected_use(&self, chunk: usize) -> (u32, u32) {
+    fn expected_use(&self, chunk: usize) -> ExpectedUse {
         if matches!(self.heat, Heat::Written { .. }) {
-            return (
-                u32::from(self.written_blocks(chunk)),
-                self.last_write(chunk),
-            );
+            let written = u32::from(self.written_blocks(chunk));
+            return ExpectedUse {
+                few_written: false,
+                by: (written, self.last_write(chunk)),
+            };
         }
         let (mut latest, mut count) = (0, 0);
         for index in (chunk * 64..(chunk + 1) * 64).take_while(|index| *index < self.blocks) {
@@ -59,7 +95,10 @@ impl BlockMap {
                 count += 1;
             }
         }
-        (latest, count)
+        ExpectedUse {
+            few_written: (1..=FEW_BLOCKS).contains(&count),
+            by: (latest, count),
+        }
     }
 
     /// Returns how much was written to a chunk since the migration began, in blocks.
@@ -132,8 +171,7 @@ impl BlockMap {
         let mut again = true;
         while count < max && self.pending_total() > 0 {
             let Some(drain) = &mut self.drain else { break };
-            let from_soon = drain.soon.front().copied();
-            let Some(chunk) = from_soon.or_else(|| drain.order.get(drain.next).copied()) else {
+            let Some((chunk, is_soon)) = drain.next_chunk() else {
                 // Blocks that were lost lie behind the position of the search.
                 if !std::mem::take(&mut again) {
                     break;
@@ -146,10 +184,13 @@ impl BlockMap {
                 break;
             }
             let Some(drain) = &mut self.drain else { break };
-            match from_soon {
-                Some(_) => drop(drain.soon.pop_front()),
-                None => drain.next += 1,
+            match is_soon {
+                true => drop(drain.soon.pop_front()),
+                false => drain.next += 1,
             }
+        }
+        if let Some(drain) = &mut self.drain {
+            drain.few_next = !drain.few_next;
         }
         count
     }

@@ -168,11 +168,14 @@ impl Source {
         }
     }
 
-    /// Returns whether memory that may follow has yet to be sent once.
+    /// Returns whether memory that may follow has yet to be sent once: all that the guest has not
+    /// written since. QEMU begins passes by itself, so their number says nothing about it.
     fn pushes_memory(&self) -> bool {
-        let pushes =
-            |region: &Region| !region.is_written_late() && region.pushes() && !region.fills();
-        self.pass.number == 1 && self.regions.iter().any(pushes)
+        let pushes = |region: &Region| {
+            let pushed = region.pushes() && !region.fills() && !region.is_written_late();
+            pushed && region.map.pending(Class::Cold) > 0
+        };
+        self.regions.iter().any(pushes)
     }
 
     /// Returns whether passes report blocks of memory that has to be there at the switchover.
