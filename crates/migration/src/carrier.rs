@@ -66,8 +66,9 @@ pub(crate) trait FrameSink: Send + Sync + 'static {
 
 /// Room for one frame, which is free again if this is dropped.
 pub(crate) trait Room: Send {
-    /// Gives the frame to the carrier. Does not wait.
-    fn send(self: Box<Self>, frame: Bytes) -> Result<(), CarrierError>;
+    /// Gives the frame to the carrier, which sends an urgent one ahead of those that have not left
+    /// yet. Does not wait.
+    fn send(self: Box<Self>, frame: Bytes, urgent: bool) -> Result<(), CarrierError>;
 }
 
 /// The half of a carrier that returns frames, and takes their acknowledgements. If it is dropped,

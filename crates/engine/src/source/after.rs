@@ -1,21 +1,28 @@
 //! The source from the stop to the end of the drain: the list of missing blocks, and how they are
 //! sent.
 
-use super::{Class, Source, SourceError};
+use super::{Class, Link, Source, SourceError};
 use crate::chunk;
 use crate::remaining::{self, List, Remaining};
 use longhaul_codec::BlockId;
-use longhaul_protocol::{BlockRange, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
 use std::ops::Range;
 use std::time::Duration;
 
-/// Limit on the queue beyond the link's own window while the guest waits for blocks, which travel
-/// behind that queue.
+/// Limit on the queue beyond the link's own window of blocks that a stopped guest's writes, or its
+/// stop, would wait behind.
 const QUEUE: Duration = Duration::from_millis(20);
+/// The time for which the link carries a frame of blocks that the guest does not wait for.
+const FRAME: Duration = Duration::from_millis(3);
+/// The blocks of such a frame on any link.
+const FRAME_BLOCKS_MIN: usize = 8;
 /// Blocks that travel together when the destination asks for one of them while it loads the guest.
 const ASKED_BLOCKS: u64 = 16;
 /// Data that may be in flight in any case.
 const QUEUE_BYTES_MIN: f64 = 256.0 * 1024.0;
+/// The same of blocks of the drain that nothing waits for, in links filled and in bytes.
+const DRAIN_WINDOWS: f64 = 4.0;
+const DRAIN_BYTES_MIN: f64 = 1024.0 * 1024.0;
 
 impl Source {
     /// Records that QEMU has closed every region that it may write to while the guest is stopped:
@@ -191,17 +198,35 @@ impl Source {
         self.draining && !left && self.flights.is_empty()
     }
 
-    /// Returns whether blocks that are not wanted may be sent.
+    /// Returns whether blocks that are not wanted may be sent. The carrier limits how many of them
+    /// wait to leave, and lets wanted ones overtake these. Here only those are limited that the
+    /// destination has not taken: a limit near the link's window would hold back a destination
+    /// that is late with its acknowledgements, and then the estimate of the link.
     pub(super) fn may_send_left(&self) -> bool {
-        !self.left_to_guest && self.has_room()
+        let windows = self.link.map_or(0.0, |link| self.fills(link));
+        let limit = (DRAIN_WINDOWS * windows).max(DRAIN_BYTES_MIN);
+        !self.left_to_guest && (self.in_flight_bytes() as f64) < limit
     }
 
-    /// Returns whether the queue has room for blocks that are not wanted: wanted ones should not
-    /// wait long.
+    /// Returns the bytes that fill a link and its queue.
+    fn fills(&self, link: Link) -> f64 {
+        link.rate_bytes_per_s * (link.rtt + QUEUE).as_secs_f64()
+    }
+
+    /// Returns whether the queue has room for blocks that nothing waits for.
     pub(super) fn has_room(&self) -> bool {
         let Some(link) = self.link else { return true };
-        let fills = link.rate_bytes_per_s * (link.rtt + QUEUE).as_secs_f64();
-        (self.in_flight_bytes() as f64) < fills.max(QUEUE_BYTES_MIN)
+        (self.in_flight_bytes() as f64) < self.fills(link).max(QUEUE_BYTES_MIN)
+    }
+
+    /// Returns the number of blocks that travel together while the guest waits for none of them: it
+    /// may wait for another one meanwhile.
+    fn frame_blocks(&self) -> usize {
+        let Some(link) = self.link else {
+            return FRAME_BLOCKS_MIN;
+        };
+        let bytes = link.rate_bytes_per_s * FRAME.as_secs_f64();
+        FRAME_BLOCKS_MIN.max((bytes / BLOCK_SIZE as f64) as usize)
     }
 
     /// Takes missing blocks: the wanted ones, or as many of the others as there is room for.
@@ -210,6 +235,10 @@ impl Source {
         if !wanted && !self.may_send_left() {
             return;
         }
+        let max_blocks = match wanted {
+            true => max_blocks,
+            false => max_blocks.min(self.frame_blocks()),
+        };
         for region in self.regions.iter_mut() {
             let id = region.spec.id;
             let room = max_blocks - blocks.len();

@@ -16,6 +16,8 @@ pub struct Batch {
     pub seq: u64,
     /// The blocks, ascending within each region.
     pub blocks: Vec<BlockId>,
+    /// Whether the destination waits for them.
+    pub urgent: bool,
 }
 
 /// Counters of what has been sent, by kind. They count blocks unless they say bytes.
@@ -59,6 +61,7 @@ impl Source {
         let seq = self.next_seq;
         let mut blocks = Vec::with_capacity(max_blocks.min(256));
         let mut turn = None;
+        let urgent = self.frozen && self.pending(Class::Wanted) > 0;
         if self.draining {
             self.take_left(max_blocks, seq, &mut blocks);
         } else {
@@ -84,6 +87,7 @@ impl Source {
         Ok(Some(Batch {
             seq: u64::from(seq),
             blocks,
+            urgent,
         }))
     }
 

@@ -241,7 +241,7 @@ impl Drop for MemorySink {
 }
 
 impl Room for MemoryRoom {
-    fn send(self: Box<Self>, frame: Bytes) -> Result<(), CarrierError> {
+    fn send(self: Box<Self>, frame: Bytes, _urgent: bool) -> Result<(), CarrierError> {
         self.core.count()?;
         let bytes = frame.len();
         self.core

@@ -53,8 +53,12 @@ impl FrameSink for BulkSender {
 }
 
 impl Room for BulkPermit {
-    fn send(self: Box<Self>, frame: Bytes) -> Result<(), CarrierError> {
-        Ok((*self).send(frame)?)
+    fn send(self: Box<Self>, frame: Bytes, urgent: bool) -> Result<(), CarrierError> {
+        let sent = match urgent {
+            true => self.send_ahead(frame),
+            false => (*self).send(frame),
+        };
+        Ok(sent?)
     }
 }
 

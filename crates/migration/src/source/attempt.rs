@@ -369,6 +369,12 @@ impl SourceAttempt {
             }
         }
         if self.shown_at.elapsed() >= SHOW_EVERY {
+            if let Some(line) = self.line().filter(|_| self.draining.is_some()) {
+                let (stats, in_flight_bytes) =
+                    (line.carrier.stats(), self.task.sending.queued_bytes());
+                let ready = line.carrier.frames_in_hand();
+                tracing::debug!(?stats, in_flight_bytes, ready, "the link of the drain");
+            }
             self.show();
             if self.draining.is_none()
                 && let Err(error) = self.watch()

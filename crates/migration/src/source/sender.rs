@@ -474,7 +474,7 @@ impl Sending {
             let piece = lock(&self.pieces).get(pieces_sent).cloned();
             if let Some(piece) = piece {
                 pieces_sent += 1;
-                if permit.send(piece).is_err() {
+                if permit.send(piece, false).is_err() {
                     return Ok(Ended::Lost);
                 }
                 continue;
@@ -486,7 +486,7 @@ impl Sending {
                     let _ = timeout(IDLE_WAIT, notified).await;
                 }
                 Next::Skipped => {}
-                Next::Frame(frame) => match permit.send(frame) {
+                Next::Frame { frame, urgent } => match permit.send(frame, urgent) {
                     Ok(()) => {}
                     Err(CarrierError::TooLarge { bytes, .. }) => {
                         let bytes = bytes as usize;
@@ -533,6 +533,11 @@ impl Sending {
         engine.look_at_drain(self.paces.began.elapsed());
         let Some(batch) = engine.take(compression.frame_blocks())? else {
             return Ok(Next::Nothing);
+        };
+        let compression = match compression {
+            // It would have to wait for the frames before it.
+            Compression::ZstdLong(level) if batch.urgent => Compression::Zstd(level),
+            chosen => chosen,
         };
         self.paces.read(&batch.blocks);
         self.checked.sent(&batch.blocks);
@@ -587,7 +592,10 @@ impl Sending {
         // then on.
         line.frames.fetch_add(1, Ordering::SeqCst);
         self.engine().encoded(&batch, Some(frame.bytes.len()));
-        Ok(Next::Frame(frame.bytes.into()))
+        Ok(Next::Frame {
+            frame: frame.bytes.into(),
+            urgent: batch.urgent,
+        })
     }
 }
 
@@ -598,7 +606,7 @@ enum Ended {
 enum Next {
     Nothing,
     Skipped,
-    Frame(Bytes),
+    Frame { frame: Bytes, urgent: bool },
 }
 
 struct Worker {

@@ -29,6 +29,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 /// The queue in the library beyond the congestion window, in time at the current rate.
 const QUEUE_MS: u64 = 20;
 const QUEUE_BYTES_MIN: u64 = 128 << 10;
+/// The library's priorities of streams: of two with data, that with the higher one sends first.
+const PRIORITY: i32 = 0;
+const PRIORITY_AHEAD: i32 = 1;
 const SEND_WINDOW_BYTES_MAX: u64 = 64 << 20;
 /// The number of frames that wait to be written, each on a stream of its own: more than one, so
 /// that a stream blocked by a loss does not delay the others.
@@ -322,6 +325,15 @@ impl Drop for Inner {
 impl BulkPermit {
     /// Sends a frame: the stream that was idle longest takes it whole.
     pub fn send(self, frame: Bytes) -> Result<(), BulkError> {
+        self.send_at(frame, PRIORITY)
+    }
+
+    /// Sends a frame ahead of all that has not left this host yet.
+    pub fn send_ahead(self, frame: Bytes) -> Result<(), BulkError> {
+        self.send_at(frame, PRIORITY_AHEAD)
+    }
+
+    fn send_at(self, frame: Bytes, priority: i32) -> Result<(), BulkError> {
         if frame.len() > FRAME_BYTES_MAX {
             return Err(BulkError::TooLarge {
                 bytes: frame.len() as u64,
@@ -335,6 +347,8 @@ impl BulkPermit {
         tokio::spawn(async move {
             let prefix = Bytes::copy_from_slice(&(frame.len() as u32).to_le_bytes());
             debug_assert_eq!(prefix.len(), PREFIX_BYTES);
+            // Fails only when the stream was finished before; the write says so.
+            let _ = stream.set_priority(priority);
             match stream.write_all_chunks(&mut [prefix, frame]).await {
                 Ok(()) => core.idle().push_back(stream),
                 // The peer stopped a stream, which the format does not allow.
