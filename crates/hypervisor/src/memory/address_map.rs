@@ -1,6 +1,7 @@
-//! Parses the places of QEMU's RAM blocks, as reported by QEMU and by the system.
+//! Finds the places of QEMU's RAM blocks, as reported by QEMU and by the system.
 
 use crate::open_files::FileIdentity;
+use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use std::collections::BTreeSet;
 
 /// A RAM block as HMP's `info ramblock` lists it.
@@ -49,8 +50,18 @@ fn parse_row(line: &str) -> Option<ListedBlock> {
     })
 }
 
+/// Asks QEMU for the block and the host address of a guest's address; `None` if it has no RAM there.
+pub(crate) async fn host_address(
+    qmp: &Qmp,
+    address: u64,
+) -> Result<Option<(String, u64)>, QmpError> {
+    let line = format!("gpa2hva {address:#x}");
+    let said = qmp.hmp(&line, COMMAND_TIMEOUT).await?;
+    Ok(parse_host_address(&said))
+}
+
 /// Returns the block and the host address in HMP's `gpa2hva`, if the guest has RAM there.
-pub(crate) fn parse_host_address(line: &str) -> Option<(String, u64)> {
+fn parse_host_address(line: &str) -> Option<(String, u64)> {
     let (_, rest) = line.trim().split_once('(')?;
     let (name, rest) = rest.split_once(") is ")?;
     Some((name.to_owned(), hexadecimal(rest.trim())?))

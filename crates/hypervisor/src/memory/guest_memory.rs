@@ -2,7 +2,7 @@
 //! them.
 
 use super::address_map::{
-    ListedBlock, is_anonymous, is_writable, parse_host_address, parse_ram_blocks, parse_words,
+    ListedBlock, host_address, is_anonymous, is_writable, parse_ram_blocks, parse_words,
 };
 use super::backing::Backing;
 use super::fingerprints::Fingerprints;
@@ -573,7 +573,7 @@ impl Layout {
             command: "gpa2hva",
             why,
         };
-        let low = probe(qmp, LOW_PROBE).await?;
+        let low = host_address(qmp, LOW_PROBE).await?;
         let (name, low) =
             low.ok_or_else(|| not_understood("no RAM at 1 MiB: not a PC?".to_owned()))?;
         // The block of a memory backend has the path of its object, and QEMU's option names the end
@@ -589,7 +589,7 @@ impl Layout {
         let main = main.ok_or_else(|| not_understood(format!("`{name}` is not in the list")))?;
         let used = listed.get(main).map_or(0, |block| block.used_bytes);
         let base = low - LOW_PROBE.min(low);
-        let below_4g = match probe(qmp, HIGH_PROBE).await? {
+        let below_4g = match host_address(qmp, HIGH_PROBE).await? {
             Some((high_name, high)) if high_name == name => high
                 .checked_sub(base)
                 .filter(|offset| *offset < used && offset.is_multiple_of(BLOCK_SIZE as u64))
@@ -610,12 +610,6 @@ impl Layout {
             None => offset,
         }
     }
-}
-
-async fn probe(qmp: &Qmp, address: u64) -> Result<Option<(String, u64)>, QmpError> {
-    let line = format!("gpa2hva {address:#x}");
-    let text = qmp.hmp(&line, COMMAND_TIMEOUT).await?;
-    Ok(parse_host_address(&text))
 }
 
 /// Removes `bytes` from the front of the pieces.

@@ -7,8 +7,8 @@
 //! devices are no stable part of its interface, and version 11.1 ended at one.
 
 use super::GuestMemory;
-use super::address_map::parse_host_address;
-use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use super::address_map::host_address;
+use crate::qmp::{Qmp, QmpError};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use std::collections::BTreeSet;
 
@@ -38,10 +38,8 @@ impl Layout {
     /// Asks QEMU for it. Returns `None` for a machine of another kind.
     pub async fn of(qmp: &Qmp, memory: &GuestMemory) -> Result<Option<Self>, QmpError> {
         let place = async |address: u64| {
-            let line = format!("gpa2hva {address:#x}");
-            let said = qmp.hmp(&line, COMMAND_TIMEOUT).await?;
-            let place = parse_host_address(&said).and_then(|(_, at)| memory.place_of(at));
-            Ok::<_, QmpError>(place)
+            let found = host_address(qmp, address).await?;
+            Ok::<_, QmpError>(found.and_then(|(_, at)| memory.place_of(at)))
         };
         let Some((block, page)) = place(FIRST).await? else {
             return Ok(None);

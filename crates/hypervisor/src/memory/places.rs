@@ -1,7 +1,7 @@
 //! Finds the addresses of large RAM blocks beside the main one in a QEMU that does not list them:
 //! those of NUMA nodes and of plugged memory.
 
-use super::address_map::{ListedBlock, parse_host_address};
+use super::address_map::{ListedBlock, host_address};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::BLOCK_SIZE;
 use serde_json::Value;
@@ -140,9 +140,8 @@ pub(super) async fn find(
     let Some(range) = largest(&tree, listed, index) else {
         return Ok(None);
     };
-    let line = format!("gpa2hva {:#x}", range.from);
-    let text = qmp.hmp(&line, COMMAND_TIMEOUT).await?;
-    let found = parse_host_address(&text).filter(|(name, _)| *name == range.name);
+    let found = host_address(qmp, range.from).await?;
+    let found = found.filter(|(name, _)| *name == range.name);
     let place = found.and_then(|(_, address)| {
         Some(Place {
             base: address.checked_sub(range.offset)?,

@@ -13,8 +13,11 @@ use std::sync::Arc;
 const HELD: u64 = 0b11 << 62;
 /// Size of a page's entry in bytes.
 const ENTRY_BYTES: usize = 8;
-/// The maximum number of pages queried at once.
-const PAGES_MAX: usize = 512;
+/// The number of pages queried at once: of a piece that is read soon, and of whole blocks.
+const PAGES_OF_PIECE: usize = 512;
+const PAGES_OF_BLOCK: usize = 8192;
+/// The number of pages of a group.
+const GROUP_PAGES: usize = 64;
 
 /// Reports which pages of a process's anonymous memory are unused.
 #[derive(Debug, Clone)]
@@ -30,47 +33,46 @@ impl PageMap {
     /// Returns whether no page of `[start, start + length)` was ever used; false where that is
     /// unknown, for example after the process has ended.
     pub(crate) fn is_unused(&self, start: u64, length: u64) -> bool {
-        let mut entries = [0; PAGES_MAX * ENTRY_BYTES];
+        let mut entries = [0; PAGES_OF_PIECE * ENTRY_BYTES];
         let mut page = start / BLOCK_SIZE as u64;
         let end = (start + length).div_ceil(BLOCK_SIZE as u64);
         while page < end {
-            let count = (end - page).min(PAGES_MAX as u64);
-            let entries = &mut entries[..count as usize * ENTRY_BYTES];
-            let read = self.0.read_exact_at(entries, page * ENTRY_BYTES as u64);
-            let (entries, _) = entries.as_chunks();
-            let held = |entry: &[u8; ENTRY_BYTES]| u64::from_le_bytes(*entry) & HELD != 0;
-            if read.is_err() || entries.iter().any(held) {
-                return false;
+            match self.entries(page, end - page, &mut entries) {
+                Some(entries) if !entries.iter().any(is_held) => page += entries.len() as u64,
+                _ => return false,
             }
-            page += count;
         }
         true
     }
-}
 
-/// The number of pages that [`PageMap::unused`] queries at once, and of which it looks for whole
-/// groups.
-const PAGES_AT_ONCE: usize = 8192;
-const GROUP_PAGES: usize = 64;
+    /// Reads the entries of pages, as many of them as fit; `None` where they are unknown.
+    fn entries<'a>(
+        &self,
+        page: u64,
+        pages: u64,
+        into: &'a mut [u8],
+    ) -> Option<&'a [[u8; ENTRY_BYTES]]> {
+        let bytes = into
+            .len()
+            .min(usize::try_from(pages).ok()?.checked_mul(ENTRY_BYTES)?);
+        let into = into.get_mut(..bytes)?;
+        self.0.read_exact_at(into, page * ENTRY_BYTES as u64).ok()?;
+        Some(into.as_chunks().0)
+    }
 
-impl PageMap {
     /// Returns the unused pages from `start` on, in whole groups of 64, as ranges of pages counted
     /// from there. Stops where something is unknown.
     pub(crate) fn unused(&self, start: u64, pages: u64) -> Vec<BlockRange> {
-        let mut entries = vec![0; PAGES_AT_ONCE * ENTRY_BYTES];
+        let mut entries = vec![0; PAGES_OF_BLOCK * ENTRY_BYTES];
         let mut unused: Vec<BlockRange> = Vec::new();
         let first = start / BLOCK_SIZE as u64;
         let mut page = 0;
         while page < pages {
-            let count = (pages - page).min(PAGES_AT_ONCE as u64);
-            let entries = &mut entries[..count as usize * ENTRY_BYTES];
-            let at = (first + page) * ENTRY_BYTES as u64;
-            if self.0.read_exact_at(entries, at).is_err() {
+            let Some(entries) = self.entries(first + page, pages - page, &mut entries) else {
                 break;
-            }
-            for group in entries.as_chunks().0.chunks(GROUP_PAGES) {
-                let held = |entry: &[u8; ENTRY_BYTES]| u64::from_le_bytes(*entry) & HELD != 0;
-                if group.len() == GROUP_PAGES && !group.iter().any(held) {
+            };
+            for group in entries.chunks(GROUP_PAGES) {
+                if group.len() == GROUP_PAGES && !group.iter().any(is_held) {
                     match unused.last_mut().filter(|range| range.end() == page) {
                         Some(range) => range.count += GROUP_PAGES as u64,
                         None => unused.push(BlockRange::new(page, GROUP_PAGES as u64)),
@@ -81,6 +83,10 @@ impl PageMap {
         }
         unused
     }
+}
+
+fn is_held(entry: &[u8; ENTRY_BYTES]) -> bool {
+    u64::from_le_bytes(*entry) & HELD != 0
 }
 
 #[cfg(test)]
