@@ -10,7 +10,7 @@
 mod common;
 
 use common::{LIMIT, boot, tiny};
-use longhaul_api::{GuestState, Outcome, Plan, Verdict};
+use longhaul_api::{Check, GuestState, Outcome, Plan, Verdict};
 use longhaul_lab::agent::Agent;
 use longhaul_lab::arena::{Arena, Workload};
 use longhaul_lab::guest::{CHANNEL_NAME, Chipset, KernelFiles};
@@ -122,20 +122,31 @@ impl World {
         (latest.outcome, reason.unwrap_or_default())
     }
 
-    /// Plans a move that requires the arbiter. Returns whether it is possible, and the verdict
-    /// about the arbiter.
-    fn planned(&self, from: usize) -> (bool, Verdict) {
+    /// Plans a move that requires the arbiter. Returns whether it is possible, and the verdicts of
+    /// the source and the destination about the arbiter.
+    fn planned(&self, from: usize) -> (bool, [Verdict; 2]) {
         let mut command = self.agent(from).command().unwrap();
         let to = self.lab.host(1 - from).unwrap().name();
         command.args(["--json", "plan", GUEST, "--to", to, "--require-arbiter"]);
         // A plan that is not possible has an exit code of its own.
         let output = command.output().unwrap();
         let plan: Plan = serde_json::from_slice(&output.stdout).unwrap();
-        let mut checks = plan.checks.iter();
-        let check = checks.find(|check| check.name == "arbiter");
-        let check = check.expect("the plan says nothing of the arbiter");
-        eprintln!("{}", check.message);
-        (plan.possible, check.verdict)
+        let verdicts = ["arbiter", "destination"].map(|name| {
+            let about = |check: &&Check| check.name == name && check.message.contains("arbiter");
+            let check = plan.checks.iter().find(about);
+            let check = check.expect("the plan says nothing of the arbiter");
+            eprintln!("{}", check.message);
+            check.verdict
+        });
+        (plan.possible, verdicts)
+    }
+
+    /// Lets the destination's datagrams to the arbiter get lost, or no more.
+    fn cut_arbiter(&self, what: &str) {
+        let arbiter = self.lab.internet().unwrap().server(0).unwrap().address();
+        let destination = self.lab.host(1).unwrap().namespace();
+        let route = format!("route {what} blackhole {arbiter}/32\n");
+        destination.configure(&route).unwrap();
     }
 
     fn runs(&self, host: usize) -> bool {
@@ -222,8 +233,7 @@ fn a_source_takes_its_guest_back_through_the_arbiter_when_the_destination_is_los
     world.restart_destination(Some("destination:after-receipt:commit=kill"));
     world.wait_for_ways();
     let to = world.lab.host(1).unwrap();
-    let (possible, verdict) = world.planned(0);
-    assert!(possible && verdict == Verdict::Ok, "{verdict:?}");
+    assert_eq!(world.planned(0), (true, [Verdict::Ok; 2]));
     let moving = world
         .product
         .migrate(0, GUEST, to, &["--require-arbiter"])
@@ -253,6 +263,24 @@ fn a_source_takes_its_guest_back_through_the_arbiter_when_the_destination_is_los
     assert!(closed, "journals stay: {left:?}");
     assert!(world.qemus(1).is_empty() && !world.runs(1) && world.runs(0));
 
+    // A destination that does not reach the arbiter says so before anything begins.
+    world.wait_for_ways();
+    world.cut_arbiter("add");
+    let cut = comes(|| !is_registered(world.agent(1)));
+    assert!(cut, "the destination still reaches the arbiter");
+    assert_eq!(world.planned(0), (false, [Verdict::Ok, Verdict::Refuse]));
+    let to = world.lab.host(1).unwrap();
+    let moving = world.product.migrate(0, GUEST, to, &["--require-arbiter"]);
+    let finished = moving.unwrap().finish(LIMIT).unwrap();
+    let why = format!("{} does not reach the realm's arbiter", to.name());
+    assert!(
+        !finished.completed() && finished.why().contains(&why),
+        "{}",
+        finished.why()
+    );
+    assert!(world.journals(0).is_empty() && world.journals(1).is_empty());
+    world.cut_arbiter("del");
+
     // The next move has the arbiter too, in a later generation.
     world.wait_for_ways();
     let to = world.lab.host(1).unwrap();
@@ -269,10 +297,9 @@ fn a_source_takes_its_guest_back_through_the_arbiter_when_the_destination_is_los
 
     // Without the arbiter a move goes on as in any other realm, unless it is required.
     world.realm.kill_server(0).unwrap();
-    let gone = comes(|| !is_registered(world.agent(1)));
+    let gone = comes(|| (0..2).all(|host| !is_registered(world.agent(host))));
     assert!(gone, "the arbiter is still reached");
-    let (possible, verdict) = world.planned(1);
-    assert!(!possible && verdict == Verdict::Refuse, "{verdict:?}");
+    assert_eq!(world.planned(1), (false, [Verdict::Refuse; 2]));
     let to = world.lab.host(0).unwrap();
     let moving = world.product.migrate(1, GUEST, to, &["--require-arbiter"]);
     let finished = moving.unwrap().finish(LIMIT).unwrap();

@@ -41,8 +41,8 @@
 //! `QueryFiles` and offered by `OfferFiles`: each file is proved to be the same at both hosts.
 //!
 //! A guest with cards on special ports of bridges (VLANs, MTU, flags) is offered by `OfferPorts`,
-//! with or without such files. `QueryPorts` asks for all of that: ports, files, room for disks, and
-//! whether the destination knows a newer copy of the guest.
+//! with or without such files. `QueryPorts` asks for all of that: ports, files, room for disks,
+//! whether the destination knows a newer copy of the guest, and whether it reaches the arbiter.
 //!
 //! If the realm has an arbiter, the source sends `Arbiter` after `Start`, and the destination
 //! answers with `Arbiter`. A `CommitWithLease` takes effect when the destination has the lease.
@@ -440,6 +440,17 @@ pub struct PortsQuery {
     pub generation: Generation,
     /// The part of its memory that follows when it runs at the destination.
     pub memory: Pulled,
+    /// The arbiter that the handover would have, if the source's realm names one.
+    pub arbiter: Option<ArbiterQuery>,
+}
+
+/// A question about the arbiter of a handover.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArbiterQuery {
+    /// Its lease store.
+    pub store: StoreId,
+    /// Whether the move is refused without it.
+    pub required: bool,
 }
 
 /// A guest that is offered, with cards on special ports of bridges, or with memory that follows.

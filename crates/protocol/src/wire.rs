@@ -345,9 +345,9 @@ mod tests {
     use crate::disk::{DiskFormat, Hot, List, Missing, OfferedDisk, Pulled};
     use crate::files::{FileContent, FileKind, LockPattern};
     use crate::guest::Nic;
-    use crate::message::{Answer, FilesQuery, PortsOffer, PortsQuery, Query};
+    use crate::message::{Answer, ArbiterQuery, FilesQuery, PortsOffer, PortsQuery, Query};
     use crate::port::Port;
-    use crate::{Attempt, Epoch, Generation, MigrationId, RegionId};
+    use crate::{Attempt, Epoch, Generation, MigrationId, RegionId, StoreId};
     use proptest::prelude::*;
 
     #[test]
@@ -721,6 +721,10 @@ mod tests {
                     disks: Vec::new(),
                     generation: Generation(1),
                     memory: Pulled::Often,
+                    arbiter: Some(ArbiterQuery {
+                        store: StoreId([9; 16]),
+                        required: true,
+                    }),
                 })),
                 ToDestination::OfferPorts(Box::new(PortsOffer {
                     offered,

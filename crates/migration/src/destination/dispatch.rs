@@ -6,14 +6,15 @@ use crate::destination::files::Bringing;
 use crate::destination::recovered::{AnswerError, Attempts};
 use crate::destination::{Destination, admission, attempt, files};
 use crate::disks::{base_images, images};
+use crate::host::arbiter;
 use crate::limits::peer_quota;
 use longhaul_network::member::{GossipError, suite_of};
 use longhaul_overlay::seal::Suite;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{
-    Check, DisksOffer, FilesOffer, FilesQuery, PortsOffer, PortsQuery, Query, ToDestination,
-    ToSource, Verdict,
+    ArbiterQuery, Check, DisksOffer, FilesOffer, FilesQuery, PortsOffer, PortsQuery, Query,
+    ToDestination, ToSource, Verdict,
 };
 use longhaul_protocol::port;
 use longhaul_protocol::{AttemptId, Epoch, Generation};
@@ -138,6 +139,7 @@ async fn dispatch(
                 disks,
                 generation,
                 memory,
+                arbiter,
             } = *asked;
             let FilesQuery { mut query, files } = asked;
             port::put(&mut query.guest, ports);
@@ -146,6 +148,7 @@ async fn dispatch(
                 disks: &disks,
                 generation: Some(generation),
                 memory,
+                arbiter,
             };
             answer_files(&context, call, asked, &files).await
         }
@@ -207,6 +210,8 @@ struct Inquiry<'a> {
     generation: Option<Generation>,
     /// The part of its memory that may follow.
     memory: Pulled,
+    /// The arbiter that the handover would have.
+    arbiter: Option<ArbiterQuery>,
 }
 
 impl<'a> Inquiry<'a> {
@@ -217,6 +222,7 @@ impl<'a> Inquiry<'a> {
             disks: &[],
             generation: None,
             memory: Pulled::Nothing,
+            arbiter: None,
         }
     }
 }
@@ -251,6 +257,7 @@ async fn answer_query(
         disks,
         generation,
         memory,
+        arbiter,
     } = asked;
     let peer = call.control.peer().host.clone();
     let brings = Bringing::by(call.control.peer().version);
@@ -265,6 +272,8 @@ async fn answer_query(
     if memory != Pulled::Nothing {
         answer.checks.extend(context.may_follow(guest).await);
     }
+    let named = arbiter.map(|asked| arbiter_check(context, &answer.host, asked));
+    answer.checks.extend(named);
     let sends = may_send(&call.control, &answer.host).err();
     let refusals = block_in_place(|| {
         let mut refusals = peer_quota::outlook(context, &peer, guest, generation);
@@ -283,6 +292,28 @@ async fn answer_query(
         true => ToSource::Answer(answer),
         false => ToSource::AnswerLacking { answer, files },
     })
+}
+
+/// Returns whether this host reaches the arbiter that the handover would have.
+fn arbiter_check(context: &Destination, own: &str, asked: ArbiterQuery) -> Check {
+    let ArbiterQuery { store, required } = asked;
+    if arbiter::is_reached(&context.parts.networks, store) {
+        return Check {
+            verdict: Verdict::Fine,
+            text: format!("{own} reaches the realm's arbiter"),
+            hint: None,
+        };
+    }
+    let text = format!("{own} does not reach the realm's arbiter: the handover would have none");
+    let (verdict, hint) = match required {
+        true => (Verdict::Refused, "or leave out --require-arbiter"),
+        false => (Verdict::Warning, "or let an operator end doubt"),
+    };
+    Check {
+        verdict,
+        text,
+        hint: Some(format!("longhaul realm show on {own} says why; {hint}")),
+    }
 }
 
 /// Passes on a source that has returned, with or without an epoch for blocks.

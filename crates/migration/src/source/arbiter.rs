@@ -4,6 +4,7 @@ use crate::context::Context;
 use crate::host::arbiter::{self, Answer};
 use crate::status::failure;
 use longhaul_api::{ApiError, Check};
+use longhaul_protocol::message::ArbiterQuery;
 use longhaul_protocol::wire::VERSION_OF_ARBITERS;
 use longhaul_protocol::{Generation, StoreId};
 
@@ -64,7 +65,13 @@ async fn lease(
     }
 }
 
-/// Returns the plan's check, if the realm names an arbiter or one is required.
+/// Returns the question to the destination, if this host's realm names an arbiter.
+pub(crate) fn question(context: &Context, required: bool) -> Option<ArbiterQuery> {
+    let store = arbiter::named(&context.parts.networks)?;
+    Some(ArbiterQuery { store, required })
+}
+
+/// Returns the plan's check of this host, if the realm names an arbiter or one is required.
 pub(crate) fn check(context: &Context, guest: &str, required: bool) -> Option<Check> {
     let networks = &context.parts.networks;
     let without = "leave out --require-arbiter: doubt is then ended by an operator";
@@ -74,9 +81,8 @@ pub(crate) fn check(context: &Context, guest: &str, required: bool) -> Option<Ch
     };
     if arbiter::is_reached(networks, store) {
         let text = format!(
-            "this host reaches the realm's arbiter: if the destination reaches it too, and is lost \
-             in the handover, {guest} continues here; the destination asks it while {guest} is \
-             stopped"
+            "this host reaches the realm's arbiter: if the destination is lost in the handover, \
+             {guest} continues here; the destination asks it while {guest} is stopped"
         );
         return Some(Check::ok("arbiter", text));
     }

@@ -13,10 +13,10 @@ use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::{FileClaim, FileKind};
 use longhaul_protocol::guest::{Disk, GuestDescription};
 use longhaul_protocol::message::{
-    Check, FilesQuery, PortsQuery, Query, ToDestination, ToSource, Verdict,
+    ArbiterQuery, Check, FilesQuery, PortsQuery, Query, ToDestination, ToSource, Verdict,
 };
 use longhaul_protocol::port::{self, CardPort};
-use longhaul_protocol::wire::{VERSION_OF_FILES, VERSION_OF_PORTS};
+use longhaul_protocol::wire::{VERSION_OF_ARBITERS, VERSION_OF_FILES, VERSION_OF_PORTS};
 use longhaul_storage::same_file::HeldLocks;
 use longhaul_transport::{ChannelError, Control};
 use std::fs::{self, Metadata};
@@ -41,6 +41,19 @@ struct OneFile {
     staying: Staying,
     path: PathBuf,
     _locks: Option<HeldLocks>,
+}
+
+/// What a destination is asked about a guest, besides its files and disks.
+#[derive(Clone)]
+pub(crate) struct Question {
+    /// The guest and its machine.
+    pub(crate) query: Query,
+    /// The generation of the right to run it.
+    pub(crate) generation: Generation,
+    /// The part of its memory that may follow.
+    pub(crate) follows: Pulled,
+    /// The arbiter that the handover would have.
+    pub(crate) arbiter: Option<ArbiterQuery>,
 }
 
 /// The answer of a destination.
@@ -243,28 +256,34 @@ impl Held {
 pub(crate) async fn ask(
     context: &Context,
     control: &Control,
-    (query, generation, follows): (Query, Generation, Pulled),
+    question: &Question,
     disks: &[OfferedDisk],
     held: &mut Held,
     brought: impl Fn(&[String]) -> Result<Vec<OfferedDisk>, ApiError>,
 ) -> Result<Asked, AskError> {
-    let asking = (query.clone(), generation, follows);
-    let asked = ask_once(context, control, asking, disks, held).await?;
+    let mut asked = ask_once(context, control, question.clone(), disks, held).await?;
+    asked.checks.extend(unasked_arbiter(control, question));
     if asked.lacking.is_empty() || control.peer().version < VERSION_OF_PORTS {
         return Ok(asked);
     }
     let brought = block_in_place(|| brought(&asked.lacking)).map_err(AskError::Here)?;
     let all: Vec<OfferedDisk> = disks.iter().cloned().chain(brought).collect();
-    ask_once(context, control, (query, generation, follows), &all, held).await
+    ask_once(context, control, question.clone(), &all, held).await
 }
 
 async fn ask_once(
     context: &Context,
     control: &Control,
-    (mut query, generation, memory): (Query, Generation, Pulled),
+    question: Question,
     disks: &[OfferedDisk],
     held: &mut Held,
 ) -> Result<Asked, AskError> {
+    let Question {
+        mut query,
+        generation,
+        follows: memory,
+        arbiter,
+    } = question;
     let ports = port::take(&mut query.guest);
     // An older peer is not asked for its room, and not told of the generation: it refuses the
     // offer.
@@ -296,6 +315,7 @@ async fn ask_once(
                 disks: disks.to_vec(),
                 generation,
                 memory,
+                arbiter,
             })),
         };
         let limit = ANSWER_WITHIN + held.reading_time();
@@ -319,6 +339,24 @@ async fn ask_once(
         }
     }
     Err(TalkError::Unfit("a question is answered by Answer or WantContent").into())
+}
+
+/// Returns a check if the peer is too old to be asked about the arbiter.
+fn unasked_arbiter(control: &Control, question: &Question) -> Option<Check> {
+    let peer = control.peer();
+    let ArbiterQuery { required, .. } = question.arbiter?;
+    if peer.version >= VERSION_OF_ARBITERS {
+        return None;
+    }
+    let (host, software) = (&peer.host.name, &peer.software);
+    Some(Check {
+        verdict: match required {
+            true => Verdict::Refused,
+            false => Verdict::Warning,
+        },
+        text: format!("{host} runs {software:?}, which knows no arbiters"),
+        hint: Some(format!("update the agent on {host}")),
+    })
 }
 
 /// Returns a refusal if the peer is too old to be told of the ports of a guest's cards.

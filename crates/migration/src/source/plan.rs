@@ -8,7 +8,7 @@ use crate::source::checks::{self, Examined, Reason};
 use crate::source::companion::About;
 use crate::source::convergence;
 use crate::source::described;
-use crate::source::files::{self, AskError, Held};
+use crate::source::files::{self, AskError, Held, Question};
 use crate::source::local_disks::{self, Known, LocalDisk};
 use crate::source::losses;
 use crate::source::memory_strategy::{follows_by, too_old_to_follow};
@@ -92,14 +92,20 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     };
     let companions = source.companions(&about);
     plan.checks.extend(companions.look(&candidate.guest));
-    let asking = (query, &*disks, &known, request.strategy);
+    let required = request.require_arbiter;
+    let question = Question {
+        query,
+        generation: candidate.generation,
+        follows: follows_by(request.strategy),
+        arbiter: arbiter::question(context, required),
+    };
+    let asking = (question, &*disks, &known, request.strategy);
     let (control, lacking) = ask_there(context, &candidate, asking, &mut plan).await;
     if control.is_some() {
         measure_link(context, &mut plan).await;
     }
     plan.checks.extend(early_release(&plan));
     plan.checks.extend(needs_both(&plan, request.strategy));
-    let required = request.require_arbiter;
     plan.checks
         .extend(arbiter::check(context, &request.guest, required));
     let rtt = plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3));
@@ -348,7 +354,7 @@ fn sample(
 async fn ask_there(
     context: &Arc<Context>,
     candidate: &Candidate,
-    (query, disks, known, strategy): (Query, &[OfferedDisk], &Known, Strategy),
+    (mut question, disks, known, strategy): (Question, &[OfferedDisk], &Known, Strategy),
     plan: &mut Plan,
 ) -> (Option<Control>, Vec<String>) {
     let host = &candidate.host.name;
@@ -373,19 +379,17 @@ async fn ask_there(
     });
     let guest = candidate.guest.description();
     let brought = |lacking: &[String]| local_disks::brought(context, guest, known, lacking);
-    let follows = follows_by(strategy);
-    if follows != Pulled::Nothing && control.peer().version < VERSION_OF_POSTCOPY {
+    if question.follows != Pulled::Nothing && control.peer().version < VERSION_OF_POSTCOPY {
         let software = &control.peer().software;
         plan.checks
             .push(refused("strategy", too_old_to_follow(host, software)));
     }
-    let asking = (query.clone(), candidate.generation, follows);
-    let mut asked = files::ask(context, &control, asking, disks, &mut held, brought).await;
+    let mut asked = files::ask(context, &control, &question, disks, &mut held, brought).await;
     if let (Strategy::Auto, Ok(with)) = (strategy, &asked)
         && with.checks.iter().any(is_refused)
     {
-        let query = (query, candidate.generation, Pulled::Nothing);
-        let without = files::ask(context, &control, query, disks, &mut held, brought).await;
+        question.follows = Pulled::Nothing;
+        let without = files::ask(context, &control, &question, disks, &mut held, brought).await;
         if let Ok(without) = without {
             let known = |check: &&message::Check| !without.checks.contains(check);
             let mut more = with.checks.iter().filter(|check| is_refused(check));

@@ -8,14 +8,14 @@ use crate::host::task;
 use crate::limits::bandwidth::Share;
 use crate::limits::shared_dedup::Gang;
 use crate::source::Source;
-use crate::source::arbiter::{Agreed, agree};
+use crate::source::arbiter::{self, Agreed, agree};
 use crate::source::attempt::{SourceAttempt, Task};
 use crate::source::candidate::{Candidate, candidate};
 use crate::source::checks::{self, Examined};
 use crate::source::companion::{About, Companions};
 use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
-use crate::source::files::{self, AskError, Asked as Answered, Held};
+use crate::source::files::{self, AskError, Asked as Answered, Held, Question};
 use crate::source::local_disks::{self, Known, LocalDisk, may_be_left};
 use crate::source::memory_strategy::{follows_by, of_memory, too_old_to_follow};
 use crate::source::plan::{self, Look};
@@ -429,11 +429,16 @@ impl Preparing {
         follows: Pulled,
     ) -> Result<Vec<String>, ApiError> {
         let host = &self.candidate.host.name;
-        let query = (query, self.candidate.generation, follows);
+        let question = Question {
+            query,
+            generation: self.candidate.generation,
+            follows,
+            arbiter: arbiter::question(&self.source, self.request.require_arbiter),
+        };
         let guest = self.candidate.guest.description();
         let brought =
             |lacking: &[String]| local_disks::brought(&self.source, guest, known, lacking);
-        let asking = files::ask(&self.source, control, query, disks, held, brought);
+        let asking = files::ask(&self.source, control, &question, disks, held, brought);
         let Answered { checks, lacking } = match self.unless_cancelled(asking).await? {
             Ok(asked) => asked,
             Err(AskError::Here(error)) => return Err(error),
