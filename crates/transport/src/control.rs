@@ -121,6 +121,22 @@ impl Control {
         self.link.rtt()
     }
 
+    /// Tells that this connection waits for long times, and that nobody needs to know within a
+    /// second that the peer's agent was restarted. Its keep-alives are rarer from now on.
+    pub fn rest(&self) {
+        self.link.rest();
+    }
+
+    /// Sends a packet that ends the connection soon if the peer's agent was restarted.
+    pub fn ping(&self) {
+        self.link.ping();
+    }
+
+    /// Returns whether the connection has ended, as far as this host knows.
+    pub fn has_ended(&self) -> bool {
+        self.link.lost().is_some()
+    }
+
     /// Closes the connection and all its channels.
     pub fn close(&self, code: CloseCode, reason: &str) {
         self.link.close(code, reason);

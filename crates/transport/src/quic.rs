@@ -81,6 +81,23 @@ impl Link {
         address.unwrap_or(self.address)
     }
 
+    /// Leaves only the keep-alives of a connection at rest.
+    pub(crate) fn rest(&self) {
+        if let Some(path) = self.connection.path(PathId::ZERO) {
+            // Fails only when the path is closed, and then it sends none.
+            let _ = path.set_keep_alive_interval(None);
+        }
+    }
+
+    /// Sends a packet that the peer acknowledges. A peer whose agent was restarted answers with a
+    /// reset instead, which ends the connection.
+    pub(crate) fn ping(&self) {
+        if let Some(path) = self.connection.path(PathId::ZERO) {
+            // Fails only when the path is closed: the connection has ended.
+            let _ = path.ping();
+        }
+    }
+
     /// Returns the smoothed round-trip time.
     pub(crate) fn rtt(&self) -> Duration {
         self.connection.rtt(PathId::ZERO).unwrap_or_default()

@@ -24,6 +24,8 @@ pub(super) enum KeysError {
     Link(#[from] LinkError),
     #[error(transparent)]
     Plane(#[from] PlaneError),
+    #[error("the connection that the host with the lower id dialled is used")]
+    Redundant,
 }
 
 /// The connections of one host whose keys are in use.
@@ -76,7 +78,11 @@ impl Connections {
         self.keyed().entry(host).or_default().count.subscribe()
     }
 
-    /// Gives the keys of a control connection to the frame plane.
+    /// Gives the keys of a control connection to the frame plane, and ends the one whose keys it
+    /// had.
+    ///
+    /// If both hosts have dialled, the connection that the host with the lower id dialled counts,
+    /// whichever came first: both hosts have to seal with the same keys.
     pub(super) fn take_keys(&self, control: &Control, suite: Suite) -> Result<(), KeysError> {
         let exported = control.export(EXPORTER_LABEL)?;
         let host = control.peer().host.id;
@@ -84,13 +90,29 @@ impl Connections {
             true => Side::Dialler,
             false => Side::Listener,
         };
-        self.plane.connected(host, &exported, side, suite)?;
-        {
-            let mut keyed = self.keyed();
-            let keyed = keyed.entry(host).or_default();
+        let by_lower = self.endpoint.host_id() < host;
+        let before = {
+            let mut all = self.keyed();
+            let keyed = all.entry(host).or_default();
+            let last = keyed.last.as_ref().filter(|last| !last.has_ended());
+            if let Some(last) = last
+                && last.dialled() != control.dialled()
+                && last.dialled() == by_lower
+            {
+                // If it is one of an agent that was restarted since, this ends it, and the other
+                // host's next connection is taken.
+                last.ping();
+                return Err(KeysError::Redundant);
+            }
+            // Under the lock: the frame plane must not get them in another order.
+            self.plane.connected(host, &exported, side, suite)?;
             keyed.count.send_modify(|count| *count += 1);
-            keyed.last = Some(control.clone());
+            keyed.last.replace(control.clone())
+        };
+        if let Some(before) = before {
+            before.close(CloseCode::Done, "another connection is used");
         }
+        control.rest();
         tracing::info!(peer = %control.peer().host.name, "frames can be exchanged");
         let (connections, control) = (self.clone(), control.clone());
         tokio::spawn(async move {
@@ -165,3 +187,6 @@ impl Connections {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;
