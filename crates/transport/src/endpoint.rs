@@ -70,6 +70,8 @@ pub struct EndpointConfig {
     pub idle_timeout: Duration,
     /// The keep-alive interval of an idle connection.
     pub keep_alive: Duration,
+    /// The keep-alive interval of a connection at rest (see [`Control::rest`]).
+    pub keep_alive_at_rest: Duration,
     /// Whether to pass many datagrams to the kernel at once (UDP segmentation offload). To be
     /// switched off for network cards and kernels that do it wrong.
     pub segmentation_offload: bool,
@@ -84,6 +86,7 @@ impl EndpointConfig {
             handshake_timeout: Duration::from_secs(10),
             idle_timeout: Duration::from_secs(15),
             keep_alive: Duration::from_secs(1),
+            keep_alive_at_rest: Duration::from_secs(5),
             segmentation_offload: true,
         }
     }
@@ -527,7 +530,8 @@ fn common_transport(config: &EndpointConfig) -> Result<TransportConfig, String> 
     let mut transport = TransportConfig::default();
     transport
         .max_idle_timeout(Some(idle))
-        .keep_alive_interval(Some(config.keep_alive))
+        .keep_alive_interval(Some(config.keep_alive_at_rest))
+        .default_path_keep_alive_interval(Some(config.keep_alive))
         .stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES))
         .send_fairness(false)
         .datagram_receive_buffer_size(None)

@@ -58,6 +58,10 @@ impl Outside for Wires {
         self.plane.seal_probe(peer, way, payload).is_ok()
     }
 
+    fn batches(&self, peer: HostId) -> u64 {
+        self.plane.batches(peer)
+    }
+
     fn used(&mut self, peer: HostId, way: Option<Way>) {
         self.order(Order::Used(peer, way));
     }

@@ -200,6 +200,12 @@ impl Plane {
         Ok(())
     }
 
+    /// Returns a number that grows while frames are sent to a peer.
+    pub fn batches(&self, peer: HostId) -> u64 {
+        let tables = self.shared.tables();
+        tables.peers.get(&peer).map_or(0, |peer| peer.batches())
+    }
+
     /// Forgets a peer and its keys. Returns whether it was known.
     pub fn remove_peer(&self, peer: HostId) -> bool {
         let mut state = lock(&self.state);

@@ -16,14 +16,16 @@ use longhaul_overlay::session::{
 };
 use longhaul_overlay::{NetworkId, Session};
 use longhaul_protocol::HostId;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 /// Datagrams that a session itself sends at most at a time.
 const OWN_DATAGRAMS_MAX: usize = 32;
-/// Room for the largest datagram that a session itself sends.
-const OWN_BYTES_MAX: usize = 1 << 16;
+/// Room for the largest message that a session itself sends. Probes of the MTU may be longer.
+const OWN_BYTES_MIN: usize = OVERHEAD_BYTES + MESSAGE_BYTES_MAX;
+/// The time of a peer that is not to be served.
+const NEVER: u64 = u64::MAX;
 
 /// Buffers of a thread.
 #[derive(Debug)]
@@ -61,6 +63,10 @@ pub(super) struct Peer {
     /// The longest payload of a datagram, for those who do not hold the lock.
     payload_max: AtomicUsize,
     next_fragments: AtomicU32,
+    /// When the session is to be served, in microseconds since the plane began.
+    due_us: AtomicU64,
+    /// Batches of frames and messages that were sent, without keepalives and probes.
+    batches: AtomicU64,
     pub(super) reported_foreign: AtomicBool,
     reported_unsent: AtomicBool,
     reported_exhausted: AtomicBool,
@@ -80,10 +86,24 @@ impl Peer {
             sending: Mutex::new(sending),
             payload_max,
             next_fragments: AtomicU32::new(0),
+            due_us: AtomicU64::new(NEVER),
+            batches: AtomicU64::new(0),
             reported_foreign: AtomicBool::new(false),
             reported_unsent: AtomicBool::new(false),
             reported_exhausted: AtomicBool::new(false),
         }
+    }
+
+    /// Returns when the session is to be served, in time since the plane began; `None`: not before
+    /// something happens.
+    pub(super) fn due(&self) -> Option<Duration> {
+        let due_us = self.due_us.load(Ordering::Relaxed);
+        (due_us != NEVER).then(|| Duration::from_micros(due_us))
+    }
+
+    /// Returns a number that grows while frames are sent.
+    pub(super) fn batches(&self) -> u64 {
+        self.batches.load(Ordering::Relaxed)
     }
 
     pub(super) fn incoming(&self) -> MutexGuard<'_, Incoming> {
@@ -122,23 +142,19 @@ impl Peer {
     /// Sends what the session itself wants to send, and reports what it found. Wakes the timer for
     /// the next time.
     pub(super) fn serve(&self, shared: &Shared, now: Duration, incoming: &mut Incoming) {
-        let deadline = self.serve_once(shared, now, incoming);
-        if let Some(deadline) = deadline {
-            shared.alarm.at_latest(deadline);
+        self.serve_once(shared, now, incoming);
+        if let Some(due) = self.due() {
+            shared.alarm.at_latest(due);
         }
     }
 
-    /// The same. Returns when it is to be called again.
-    pub(super) fn serve_once(
-        &self,
-        shared: &Shared,
-        now: Duration,
-        incoming: &mut Incoming,
-    ) -> Option<Duration> {
+    /// The same, for the timer itself.
+    pub(super) fn serve_once(&self, shared: &Shared, now: Duration, incoming: &mut Incoming) {
         incoming.session.expire(now);
         incoming.reassembler.tick(now);
         let mut own = Vec::new();
-        let mut buffer = vec![0; OWN_BYTES_MAX];
+        let mtu = shared.config.session.mtu;
+        let mut buffer = vec![0; usize::from(mtu.max.max(mtu.base)).max(OWN_BYTES_MIN)];
         let mut sending = lock(&self.sending);
         sending.learn(now, &mut incoming.session);
         while own.len() < OWN_DATAGRAMS_MAX
@@ -154,7 +170,11 @@ impl Peer {
         for (way, datagram) in own {
             self.send(shared, way, &datagram, datagram.len());
         }
-        lock(&self.sending).deadline()
+        let sending = lock(&self.sending);
+        let due = sending.deadline().map(|due| due.as_micros() + 1);
+        let due_us = due.map_or(NEVER, |due| u64::try_from(due).unwrap_or(NEVER));
+        // While `sending` is locked: what it finds meanwhile must not be forgotten.
+        self.due_us.store(due_us, Ordering::Relaxed);
     }
 
     /// Returns the events of the session, after whatever may have changed its MTU.
@@ -190,6 +210,7 @@ impl Peer {
                 let events = {
                     let mut sending = lock(&self.sending);
                     sending.refused(shared.now(), bytes);
+                    self.due_us.store(0, Ordering::Relaxed);
                     self.events(&mut sending)
                 };
                 events.into_iter().for_each(|event| shared.event(event));
@@ -204,6 +225,12 @@ impl Peer {
                 }
             }
         }
+    }
+
+    /// Sends frames or messages.
+    fn send_data(&self, shared: &Shared, way: Way, datagrams: &[u8], stride: usize) {
+        count(&self.batches);
+        self.send(shared, way, datagrams, stride);
     }
 
     fn not_sealed(&self, shared: &Shared, error: SessionError) {
@@ -231,7 +258,7 @@ impl Peer {
         let now = shared.now();
         let sealed = lock(&self.sending).seal_batch(now, Kind::Frame, network, datagrams, stride);
         match sealed {
-            Ok(way) => self.send(shared, way, datagrams, stride),
+            Ok(way) => self.send_data(shared, way, datagrams, stride),
             Err(error) => self.not_sealed(shared, error),
         }
     }
@@ -303,7 +330,7 @@ impl Peer {
                     return Ok(());
                 }
             };
-            self.send(shared, to, &out[..bytes], stride);
+            self.send_data(shared, to, &out[..bytes], stride);
             first += count;
             if first >= cut.count() || count == 0 {
                 return Ok(());
@@ -347,7 +374,7 @@ impl Peer {
         let sealed = sending.seal_batch(now, Kind::Fragment, network, out, stride);
         drop(sending);
         match sealed {
-            Ok(way) => self.send(shared, way, out, stride),
+            Ok(way) => self.send_data(shared, way, out, stride),
             Err(error) => self.not_sealed(shared, error),
         }
     }
@@ -363,7 +390,7 @@ impl Peer {
         let now = shared.now();
         let sealed = lock(&self.sending).seal_batch(now, Kind::Control, network, datagram, stride);
         match sealed {
-            Ok(way) => self.send(shared, way, datagram, stride),
+            Ok(way) => self.send_data(shared, way, datagram, stride),
             Err(error) => self.not_sealed(shared, error),
         }
     }

@@ -114,8 +114,10 @@ pub(super) fn run(shared: &Shared) {
         let now = shared.now();
         let mut next = now + SWEEP;
         for peer in tables.peers.values() {
-            let deadline = peer.serve_once(shared, now, &mut peer.incoming());
-            next = deadline.map_or(next, |deadline| deadline.min(next));
+            if peer.due().is_some_and(|due| due <= now) {
+                peer.serve_once(shared, now, &mut peer.incoming());
+            }
+            next = peer.due().map_or(next, |due| due.min(next));
         }
         if now.saturating_sub(swept) >= SWEEP {
             swept = now;

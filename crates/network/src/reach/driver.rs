@@ -19,6 +19,8 @@ use tracing::{debug, info, warn};
 
 /// How often traffic is noted.
 const TICK: Duration = Duration::from_millis(500);
+/// Batches of QUIC in a tick that may be keep-alives and their acknowledgements, and no traffic.
+const KEEP_ALIVES_MAX: u64 = 2;
 /// After how many ticks interfaces are read, relay sessions asked for, and the status is renewed.
 const LONG_TICK: u32 = 4;
 /// How long an answer to the request for a relay session is awaited.
@@ -99,8 +101,8 @@ struct Peer {
     due: Option<Duration>,
     /// Where its datagrams come from, the newest last.
     arrivals: VecDeque<(SocketId, SocketAddr)>,
-    /// QUIC's batches to it, when last looked at.
-    batches: u64,
+    /// The batches of QUIC and of frames to it, when last looked at.
+    batches: (u64, u64),
     /// When a relay session was last asked for.
     asked: Option<(HostId, Duration)>,
 }
@@ -148,12 +150,11 @@ impl<O: Outside> Driver<O> {
         self.start.elapsed()
     }
 
-    /// Returns when a timer is due; at the latest after a tick.
+    /// Returns when a timer is due.
     fn next_due(&self) -> Duration {
         let peers = self.due.first().map(|(at, _)| *at);
         let times = [self.local.poll_timeout(), peers];
-        let next = times.into_iter().flatten().min();
-        next.unwrap_or(Duration::MAX).min(self.now() + TICK)
+        times.into_iter().flatten().min().unwrap_or(Duration::MAX)
     }
 
     fn timeouts(&mut self) {
@@ -170,14 +171,15 @@ impl<O: Outside> Driver<O> {
         }
     }
 
-    /// Notes to which peers QUIC sends. What it receives is not known to be authentic here: a path
-    /// that is used is probed every second.
+    /// Notes to which peers data is sent. What is received is not known to be authentic here: a
+    /// path that data is sent on is probed every second.
     fn note_traffic(&mut self) {
         let now = self.now();
         let routes = self.endpoint.routes();
         for (id, peer) in &mut self.peers {
-            let batches = routes.batches(*id);
-            let sent = std::mem::replace(&mut peer.batches, batches) != batches;
+            let now_sent = (routes.batches(*id), self.outside.batches(*id));
+            let (quic, frames) = std::mem::replace(&mut peer.batches, now_sent);
+            let sent = now_sent.0.saturating_sub(quic) > KEEP_ALIVES_MAX || now_sent.1 != frames;
             if let (true, Some(way)) = (sent, peer.paths.used()) {
                 peer.paths.sent(way, now);
                 self.dirty.insert(*id);
@@ -305,7 +307,7 @@ impl<O: Outside> Driver<O> {
                 paths,
                 due: None,
                 arrivals: VecDeque::new(),
-                batches: 0,
+                batches: (0, 0),
                 asked: None,
             };
             self.peers.insert(id, peer);

@@ -56,6 +56,9 @@ pub trait Outside: Send + 'static {
     /// probe is lost then.
     fn seal_probe(&mut self, peer: HostId, way: Way, payload: &[u8]) -> bool;
 
+    /// Returns a number that grows while frames are sent to a peer.
+    fn batches(&self, peer: HostId) -> u64;
+
     /// A peer's datagrams take this way from now on. With the first one the peer can be connected
     /// to, which gives the keys for probes.
     fn used(&mut self, peer: HostId, way: Option<Way>);

@@ -110,6 +110,7 @@ pub(super) fn over_quic(
     (send, receive): (SendStream, RecvStream),
     protocol: &RendezvousProtocol,
 ) -> RendezvousLink {
+    link.rest();
     let limit = protocol.message_bytes_max;
     let writer = MessageWriter::new(link.clone(), send, limit);
     let reader = MessageReader::new(link.clone(), receive, limit);
