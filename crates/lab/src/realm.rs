@@ -6,6 +6,7 @@ use crate::error::{During, LabError};
 use crate::lab::{Host, Lab};
 use crate::process::{own_binary, wait_until};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -193,18 +194,49 @@ impl Realm {
     /// When the plan of the realm cannot be changed, or is not published.
     pub fn set_arbiter(&mut self, lab: &Lab, index: usize) -> Result<(), LabError> {
         let server = self.server(index)?;
-        let (fingerprint, store) = (server.fingerprint(), server.field("store="));
-        let path = self.folder.join("realm.toml");
-        let reading = || format!("read {}", path.display());
-        let text = fs::read_to_string(&path).during(reading)?;
-        let mut plan: toml::Table = text.parse().map_err(|error| LabError::Answer {
-            what: path.display().to_string(),
-            message: format!("{error}"),
-        })?;
-        let named = [("server", fingerprint), ("store", store)];
+        let named = [
+            ("server", server.fingerprint()),
+            ("store", server.field("store=")),
+        ];
         let arbiter = named.map(|(key, value)| (key.to_owned(), value.into()));
         let arbiter: toml::Table = arbiter.into_iter().collect();
+        let mut plan = self.plan()?;
         plan.insert("arbiter".to_owned(), arbiter.into());
+        self.publish_plan(lab, &plan)
+    }
+
+    /// Replaces the members of a network.
+    ///
+    /// # Errors
+    /// When the plan of the realm has no such network, or is not published.
+    pub fn set_members(
+        &self,
+        lab: &Lab,
+        network: &str,
+        members: &[&Agent],
+    ) -> Result<(), LabError> {
+        let mut plan = self.plan()?;
+        let of_plan = plan.get_mut("network");
+        let entry = of_plan.and_then(|networks| networks.get_mut(network)?.as_table_mut());
+        let entry = entry.ok_or_else(|| LabError::Which(format!("no network {network}")))?;
+        let names = members.iter().map(|agent| agent.name().into());
+        let names: Vec<toml::Value> = names.collect();
+        entry.insert("members".to_owned(), names.into());
+        self.publish_plan(lab, &plan)
+    }
+
+    /// Reads the plan of the realm, as its operator edits it.
+    fn plan(&self) -> Result<toml::Table, LabError> {
+        let path = self.folder.join("realm.toml");
+        let text = fs::read_to_string(&path).during(|| format!("read {}", path.display()))?;
+        text.parse().map_err(|error| LabError::Answer {
+            what: path.display().to_string(),
+            message: format!("{error}"),
+        })
+    }
+
+    fn publish_plan(&self, lab: &Lab, plan: &toml::Table) -> Result<(), LabError> {
+        let path = self.folder.join("realm.toml");
         fs::write(&path, plan.to_string()).during(|| format!("write {}", path.display()))?;
         self.publish(lab).map(drop)
     }
@@ -294,6 +326,20 @@ impl Realm {
     }
 }
 
+/// Returns how a host reaches others, by their names, as [`path_to`] does for one.
+///
+/// # Errors
+/// When its agent does not answer.
+pub fn paths_of(agent: &Agent) -> Result<BTreeMap<String, String>, LabError> {
+    let said = shown(agent, &["hosts"])?;
+    let members = said["members"].as_array().into_iter().flatten();
+    let reached = members.filter_map(|member| {
+        let name = member["name"].as_str()?.to_owned();
+        Some((name, path_of(member).0?))
+    });
+    Ok(reached.collect())
+}
+
 /// Returns how a host reaches another: `direct`, `relayed`, or nothing before the other one has
 /// answered a sealed probe; and why not better.
 ///
@@ -306,10 +352,14 @@ pub fn path_to(agent: &Agent, to: &str) -> Result<(Option<String>, String), LabE
         .into_iter()
         .flatten()
         .find(|member| member["name"] == to);
-    let path = member.map_or(&Value::Null, |member| &member["path"]);
+    Ok(member.map(path_of).unwrap_or_default())
+}
+
+fn path_of(member: &Value) -> (Option<String>, String) {
+    let path = &member["path"];
     let word = |key: &str| path[key].as_str().map(str::to_owned);
     let kind = word("kind").filter(|_| path["round_trip_us"].is_u64());
-    Ok((kind, word("text").unwrap_or_default()))
+    (kind, word("text").unwrap_or_default())
 }
 
 fn shown(agent: &Agent, words: &[&str]) -> Result<Value, LabError> {

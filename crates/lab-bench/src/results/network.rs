@@ -5,6 +5,9 @@ use super::maybe;
 use super::rows::Rows;
 use super::svg::{Plot, Style};
 
+/// The case with members of a network that send nothing.
+const IDLE: &str = "idle_members";
+
 /// Formats a table for each case.
 pub(super) fn show(rows: &Rows<'_>, section: &mut Section) {
     section.paragraph(
@@ -25,6 +28,9 @@ pub(super) fn show(rows: &Rows<'_>, section: &mut Section) {
     }
     let cases = rows.all("case");
     let of_throughput = |case: &&String| {
+        if *case == IDLE && !rows.with("case", IDLE).all("idle_hosts").is_empty() {
+            return false;
+        }
         let has_way = |way| !rows.with("case", case).with("way", way).is_empty();
         !case.is_empty() && (has_way("forth") || has_way("back"))
     };
@@ -62,6 +68,7 @@ pub(super) fn show(rows: &Rows<'_>, section: &mut Section) {
         ];
         section.table(&head, &lines);
     }
+    idle(&rows.with("case", IDLE), section);
     service(&rows.with("case", "service"), section);
     moves(&rows.with("case", "move_times"), section);
     let others: Vec<String> = rows
@@ -77,6 +84,39 @@ pub(super) fn show(rows: &Rows<'_>, section: &mut Section) {
     if !others.is_empty() {
         section.paragraph(&format!("Not measured: {}.", others.join("; ")));
     }
+}
+
+/// Shows what hosts that send nothing cost the two that do.
+fn idle(rows: &Rows<'_>, section: &mut Section) {
+    let rows = rows.with("outcome", "completed");
+    if rows.all("idle_hosts").is_empty() {
+        return;
+    }
+    section.heading(IDLE);
+    let mut lines = Vec::new();
+    for hosts in rows.all("idle_hosts") {
+        let of_hosts = rows.with("idle_hosts", &hosts);
+        for members in of_hosts.all("idle_members") {
+            let rows = of_hosts.with("idle_members", &members);
+            lines.push(vec![
+                hosts.clone(),
+                members,
+                maybe(rows.median("throughput_bps"), 1e6),
+                maybe(rows.median("cpu_s_per_gb"), 1.0),
+                maybe(rows.median("agents_cpu_s_per_gb"), 1.0),
+                maybe(rows.median("other_agents_cpu_s"), 1.0),
+            ]);
+        }
+    }
+    let head = [
+        "idle hosts",
+        "of them members",
+        "Mbit/s",
+        "CPU s/GB",
+        "of it the two agents",
+        "CPU s of the other agents",
+    ];
+    section.table(&head, &lines);
 }
 
 /// Draws what a client saw of a guest's move, as paper 004's figures 9 and 10 do.

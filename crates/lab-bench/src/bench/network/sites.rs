@@ -1,7 +1,7 @@
 //! Measures networks of a realm between emulated sites, by agents: a relayed path, members that
 //! are idle, and what clients see of a guest that moves (paper 004, figures 9 and 10, table V).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use super::ground::Busy;
 use crate::bench::Options;
 use crate::bench::document::{AskedLink, Document, Sense, median};
 use crate::bench::iperf3::{self, Way};
+use crate::measure::cpu_s;
 use longhaul_lab::agent::Agent;
 use longhaul_lab::arena::Arena;
 use longhaul_lab::clients::{Client, Loop, download, requests};
@@ -24,7 +25,7 @@ use longhaul_lab::lab::{Host, Lab};
 use longhaul_lab::link::spec::LinkSpec;
 use longhaul_lab::process::wait_until;
 use longhaul_lab::product::{Finished, Product, Settings, channel_socket};
-use longhaul_lab::realm::{Realm, path_to};
+use longhaul_lab::realm::{Realm, path_to, paths_of};
 
 /// A path through a rendezvous server.
 const RELAYED: &str = "relayed";
@@ -47,7 +48,12 @@ const MOVES_UPLINKS: [&str; 3] = ["100mbit,10ms", "50mbit,30ms", "20mbit,50ms"];
 const MEMORY_MIB: [u64; 3] = [128, 256, 512];
 /// Hosts of sites beside the two that are measured.
 const IDLE_SITES: [&str; 4] = ["4*none", "4*none", "4*none", "4*none"];
-const IDLE_MEMBERS: u32 = 16;
+const IDLE_HOSTS: u32 = 16;
+/// The network of the hosts beside the two, while they are no members of the two's.
+const ELSEWHERE: &str = "elsewhere";
+/// How long hosts are left alone before they count as idle: they look for better paths and for the
+/// MTU meanwhile.
+const SETTLED: Duration = Duration::from_secs(10);
 /// The addresses of hosts in a network.
 const ADDRESSES: [&str; 2] = ["10.78.0.11", "10.78.0.12"];
 /// The steps of paper 004's figures.
@@ -61,6 +67,7 @@ const MOVE_LIMIT: Duration = Duration::from_secs(600);
 /// The bars.
 const RELAYED_SHARE: f64 = 0.8;
 const IDLE_SHARE: f64 = 0.98;
+const IDLE_CPU: f64 = 1.02;
 /// The longest gap, beyond the downtime and a round trip.
 const GAP_BEYOND_MS: f64 = 50.0;
 
@@ -75,6 +82,9 @@ struct ThroughputRow {
     outcome: String,
     /// Members of the network that send nothing.
     idle_members: u32,
+    /// Hosts that send nothing and keep paths to each other: these members, or members of another
+    /// network.
+    idle_hosts: u32,
     /// `direct` or `relayed`.
     connected: Option<String>,
     way: Way,
@@ -82,6 +92,73 @@ struct ThroughputRow {
     throughput_bps: f64,
     /// Of the whole machine.
     cpu_s_per_gb: f64,
+    /// Of the agents on the two hosts.
+    agents_cpu_s: f64,
+    agents_cpu_s_per_gb: f64,
+    /// Of the agents on all other hosts, during the transfer.
+    other_agents_cpu_s: f64,
+}
+
+/// What hosts beside the two do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Idle {
+    /// They are in no realm.
+    Nobody,
+    /// They are members of another network: they pay for their paths to each other.
+    Elsewhere,
+    /// They are members of the network of the two.
+    Members,
+}
+
+/// Throughputs, and the two agents' processor time for a gigabyte, by what other hosts do.
+#[derive(Debug, Default)]
+struct Found {
+    throughput_bps: BTreeMap<Idle, Vec<f64>>,
+    agents_cpu_s_per_gb: BTreeMap<Idle, Vec<f64>>,
+}
+
+impl Found {
+    fn add(&mut self, idle: Idle, row: &ThroughputRow) {
+        let (throughputs, cpu) = (&mut self.throughput_bps, &mut self.agents_cpu_s_per_gb);
+        throughputs
+            .entry(idle)
+            .or_default()
+            .push(row.throughput_bps);
+        cpu.entry(idle).or_default().push(row.agents_cpu_s_per_gb);
+    }
+
+    fn judge(&self, document: &mut Document) {
+        let share = |of: &BTreeMap<Idle, Vec<f64>>, without: Idle| {
+            let median = |idle: Idle| median(of.get(&idle).into_iter().flatten().copied());
+            let both = median(Idle::Members).zip(median(without));
+            both.map(|(with, without)| with / without)
+        };
+        for (name, of, without, sense, bar) in [
+            (
+                "throughput_with_idle_members",
+                &self.throughput_bps,
+                Idle::Nobody,
+                Sense::AtLeast,
+                IDLE_SHARE,
+            ),
+            (
+                "throughput_with_idle_peers",
+                &self.throughput_bps,
+                Idle::Elsewhere,
+                Sense::AtLeast,
+                IDLE_SHARE,
+            ),
+            (
+                "agents_cpu_with_idle_peers",
+                &self.agents_cpu_s_per_gb,
+                Idle::Elsewhere,
+                Sense::AtMost,
+                IDLE_CPU,
+            ),
+        ] {
+            document.add_check(name, share(of, without), sense, bar);
+        }
+    }
 }
 
 /// What a client saw of a guest that moved.
@@ -209,7 +286,8 @@ impl Bench<'_> {
         for congestion in ["bbr", "cubic"] {
             let mut shares = Vec::new();
             for repeat in 1..=self.options.repeats() {
-                let row = sites.throughput((RELAYED, congestion), (0, repeat), self.time())?;
+                let row =
+                    sites.throughput((RELAYED, congestion), (Idle::Nobody, repeat), self.time())?;
                 shares.push(row.throughput_bps / link_bps);
                 document.add_row(&row, &row.show());
             }
@@ -219,7 +297,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// A throughput without idle members, with them, and without them again.
+    /// A throughput without other hosts, beside other hosts, with them as idle members, and without
+    /// them again.
     fn idle(&self, document: &mut Document) -> Result<(), LabError> {
         let uplink = self.uplink(IDLE_UPLINK)?;
         let all = [&["none", "none"][..], &IDLE_SITES].concat();
@@ -227,44 +306,41 @@ impl Bench<'_> {
         let both = sites.agents(0..2)?;
         sites.realm.join(&sites.lab, &both)?;
         sites.open(network::NETWORK, &both, "direct")?;
-        let mut found: BTreeMap<u32, Vec<f64>> = BTreeMap::new();
-        let mut measure = |idle: u32, document: &mut Document| -> Result<(), LabError> {
-            for repeat in 1..=self.options.repeats().max(2) {
-                let row = sites.throughput((IDLE, "cubic"), (idle, repeat), self.time())?;
-                found.entry(idle).or_default().push(row.throughput_bps);
-                document.add_row(&row, &row.show());
-            }
-            Ok(())
+        let mut found = Found::default();
+        let repeats = self.options.repeats().max(2);
+        let mut measure = |idle: Idle, repeat: u32, document: &mut Document| {
+            interrupt::sleep(SETTLED)?;
+            let row = sites.throughput((IDLE, "cubic"), (idle, repeat), self.time())?;
+            document.add_row(&row, &row.show());
+            found.add(idle, &row);
+            Ok::<_, LabError>(())
         };
-        measure(0, document)?;
-        let others = sites.agents(2..2 + IDLE_MEMBERS as usize)?;
+        for repeat in 1..=repeats {
+            measure(Idle::Nobody, repeat, document)?;
+        }
+        let others = sites.agents(2..2 + IDLE_HOSTS as usize)?;
+        let everyone = [&both[..], &others].concat();
         sites.realm.join(&sites.lab, &others)?;
-        sites.add(network::NETWORK, &others, "direct")?;
-        measure(IDLE_MEMBERS, document)?;
+        sites.realm.create_network(&sites.lab, ELSEWHERE, &others)?;
+        for repeat in 1..=repeats {
+            for (idle, members) in [(Idle::Elsewhere, &both), (Idle::Members, &everyone)] {
+                let named = network::NETWORK;
+                sites.realm.set_members(&sites.lab, named, members)?;
+                sites.meshed(&[members, &others])?;
+                measure(idle, repeat, document)?;
+            }
+        }
         for other in &others {
             sites
                 .realm
                 .operate(&sites.lab, &["host", "remove", other.name()])?;
         }
         sites.realm.publish(&sites.lab)?;
-        let gone = |from: &Agent| {
-            let reached = others
-                .iter()
-                .filter(|other| matches!(path_to(from, other.name()), Ok((Some(_), _))));
-            reached.count() == 0
-        };
-        wait_until(PATH_LIMIT, || both.iter().all(|agent| gone(agent)));
-        measure(0, document)?;
-        let of = |idle: u32| median(found.get(&idle).into_iter().flatten().copied());
-        let share = of(IDLE_MEMBERS)
-            .zip(of(0))
-            .map(|(with, without)| with / without);
-        document.add_check(
-            "throughput_with_idle_members",
-            share,
-            Sense::AtLeast,
-            IDLE_SHARE,
-        );
+        sites.meshed(&[&both])?;
+        for repeat in 1..=repeats {
+            measure(Idle::Nobody, repeat, document)?;
+        }
+        found.judge(document);
         Ok(())
     }
 
@@ -402,13 +478,46 @@ impl Sites {
         self.connected(agents, kind)
     }
 
-    /// Adds hosts to a network.
-    fn add(&self, name: &str, agents: &[&Agent], kind: &str) -> Result<(), LabError> {
-        let names: Vec<&str> = agents.iter().map(|agent| agent.name()).collect();
-        let words = [&["network", "add", name][..], &names].concat();
-        self.realm.operate(&self.lab, &words)?;
-        self.realm.publish(&self.lab)?;
-        self.connected(agents, kind)
+    /// Waits until the hosts of each group reach each other directly, and no others.
+    fn meshed(&self, groups: &[&[&Agent]]) -> Result<(), LabError> {
+        let mut wanted: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+        for group in groups {
+            let names = || group.iter().map(|agent| agent.name());
+            for name in names() {
+                let others = names().filter(|other| *other != name);
+                wanted.entry(name).or_default().extend(others);
+            }
+        }
+        let agents = groups.iter().copied().flatten();
+        for agent in agents {
+            let wanted = &wanted[agent.name()];
+            let mut said = String::new();
+            let meshed = wait_until(PATH_LIMIT, || {
+                let paths = paths_of(agent).unwrap_or_default();
+                said = format!("{}: {paths:?}", agent.name());
+                paths.len() == wanted.len()
+                    && wanted
+                        .iter()
+                        .all(|name| paths.get(*name).is_some_and(|kind| kind == "direct"))
+            });
+            if !meshed {
+                return Err(LabError::Answer {
+                    what: format!("hosts that are to reach {} others directly", wanted.len()),
+                    message: said,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the processor time of the agents on these hosts so far, in seconds.
+    fn agents_cpu_s(&self, hosts: std::ops::Range<usize>) -> Result<f64, LabError> {
+        let agents = self.agents(hosts)?;
+        let each = agents.iter().map(|agent| {
+            let gone = || LabError::Which(format!("the agent on {} has ended", agent.name()));
+            cpu_s(agent.pid()).ok_or_else(gone)
+        });
+        each.sum()
     }
 
     /// Waits until the first host reaches these in this way.
@@ -442,26 +551,34 @@ impl Sites {
     fn throughput(
         &self,
         (case, congestion): (&'static str, &'static str),
-        (idle_members, repeat): (u32, u32),
+        (idle, repeat): (Idle, u32),
         time: Duration,
     ) -> Result<ThroughputRow, LabError> {
         interrupt::check()?;
         let hosts: [&Host; 2] = [self.lab.host(0)?, self.lab.host(1)?];
-        let busy = Busy::now()?;
+        let all = self.lab.hosts().len();
+        let agents = || Ok::<_, LabError>([self.agents_cpu_s(0..2)?, self.agents_cpu_s(2..all)?]);
+        let (busy, before) = (Busy::now()?, agents()?);
         let transfer = iperf3::transfer(hosts, ADDRESSES[1], congestion, Way::Forth, time)?;
-        let busy_s = busy.elapsed_s()?;
+        let (busy_s, after) = (busy.elapsed_s()?, agents()?);
+        let gb = transfer.bps * time.as_secs_f64() / 8e9;
+        let agents_cpu_s = after[0] - before[0];
         Ok(ThroughputRow {
             system: "longhaul",
             case,
             link: self.uplink.into(),
             repeat,
             outcome: "completed".to_owned(),
-            idle_members,
+            idle_members: if idle == Idle::Members { IDLE_HOSTS } else { 0 },
+            idle_hosts: if idle == Idle::Nobody { 0 } else { IDLE_HOSTS },
             connected: self.way()?,
             way: Way::Forth,
             congestion,
             throughput_bps: transfer.bps,
-            cpu_s_per_gb: busy_s / (transfer.bps * time.as_secs_f64() / 8e9),
+            cpu_s_per_gb: busy_s / gb,
+            agents_cpu_s,
+            agents_cpu_s_per_gb: agents_cpu_s / gb,
+            other_agents_cpu_s: after[1] - before[1],
         })
     }
 
@@ -606,15 +723,19 @@ fn steps(over: &AtomicBool, began: Instant, counted: &dyn Fn() -> u64) -> Vec<f6
 impl ThroughputRow {
     fn show(&self) -> String {
         format!(
-            "{:<16} {:<10} #{}  {} idle members, {}  forth {:<5} {:>8.1} Mbit/s  {:.2} CPU s/GB",
+            "{:<16} {:<10} #{}  {} idle members of {} hosts, {}  forth {:<5} {:>8.1} Mbit/s  {:.2} \
+             CPU s/GB, the agents {:.2}; other agents {:.2} CPU s",
             self.case,
             self.system,
             self.repeat,
             self.idle_members,
+            self.idle_hosts,
             self.connected.as_deref().unwrap_or("not connected"),
             self.congestion,
             self.throughput_bps / 1e6,
-            self.cpu_s_per_gb
+            self.cpu_s_per_gb,
+            self.agents_cpu_s_per_gb,
+            self.other_agents_cpu_s
         )
     }
 }
