@@ -3,6 +3,8 @@
 
 #[path = "../../../fuzz/src/guest_texts.rs"]
 mod guest_texts;
+#[path = "../../../fuzz/src/page_server.rs"]
+mod page_server;
 
 /// Runs a target on each of its seeds, cut and changed at every byte.
 fn replay(target: &str, run: fn(&[u8])) {
@@ -25,4 +27,9 @@ fn replay(target: &str, run: fn(&[u8])) {
 #[test]
 fn guest_texts() {
     replay("guest_texts", guest_texts::run);
+}
+
+#[test]
+fn page_server() {
+    replay("page_server", page_server::run);
 }

@@ -12,25 +12,81 @@ mod payload;
 
 use common::{emulators, machines};
 use longhaul_hypervisor::memory::{
-    Arriving, ArrivingEvent, Frozen, GuestMemory, Incoming, Missing, Prelude,
+    Arriving, ArrivingEvent, Frozen, GuestMemory, Incoming, Missing, PageServer, Prelude, Request,
+    page_server,
 };
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use longhaul_qemu_stream::Page;
 use payload::source::{LIMIT, Source, assert_equal};
 use payload::{Payload, Qemu, Spec, main_block};
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
 use std::ops::Range;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Pages given at once.
 const BATCH: usize = 64;
+const SOCKET: &str = "LONGHAUL_TEST_PAGE_SERVER";
+
+/// Not a test, but the process that the other tests run.
+#[test]
+fn the_process_of_a_page_server() {
+    if let Some(socket) = std::env::var_os(SOCKET) {
+        page_server::run(Path::new(&socket)).unwrap();
+    }
+}
+
+/// A page server in a process of its own.
+struct ServerProcess {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl ServerProcess {
+    /// Starts it, and connects to it.
+    async fn start(socket: PathBuf) -> (Self, PageServer) {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "the_process_of_a_page_server", "--nocapture"]);
+        command.env(SOCKET, &socket).env_remove("RUST_TEST_THREADS");
+        let child = command.spawn().unwrap();
+        let began = Instant::now();
+        loop {
+            match PageServer::connect(&socket).await {
+                Ok(connected) => return (Self { child, socket }, connected),
+                Err(error) => assert!(began.elapsed() < LIMIT, "{error}"),
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    /// Waits until it has ended by itself.
+    fn ended(&mut self) {
+        let began = Instant::now();
+        while self.child.try_wait().unwrap().is_none() {
+            assert!(began.elapsed() < LIMIT, "the page server does not end");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(!self.socket.exists(), "its socket is left over");
+    }
+}
+
+impl Drop for ServerProcess {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
 
 /// A guest that is stopped at the source, and loaded at the destination without some pages.
 struct Moved {
     source: Arc<GuestMemory>,
     destination: Qemu,
     memory: GuestMemory,
+    server: ServerProcess,
     arriving: Arriving,
     /// The pages that the destination does not have, by the place of their block at the source.
     missing: BTreeSet<(usize, u64)>,
@@ -93,13 +149,17 @@ impl Moved {
                 pages: ranges(pages.into_iter()),
             })
             .collect();
+        let socket = destination.folder.path().join("pages");
+        let (server, connected) = ServerProcess::start(socket).await;
         let began = Instant::now();
-        let arriving = incoming.load_without(&tail, &discards).await.unwrap();
+        let arriving = incoming.load_without(connected, &tail, &discards).await;
+        let arriving = arriving.unwrap();
         assert_eq!(arriving.missing(), missing.len() as u64);
         Self {
             source: moving.memory,
             destination,
             memory,
+            server,
             arriving,
             missing,
             places,
@@ -125,21 +185,21 @@ impl Moved {
                     );
                     return;
                 }
-                ArrivingEvent::Request(request) => {
-                    self.serve(request.block, request.pages.start).await;
-                }
+                ArrivingEvent::Request(request) => self.serve(request),
+                ArrivingEvent::Taken => {}
             }
         }
     }
 
-    async fn serve(&mut self, place: usize, page: u64) {
+    fn serve(&mut self, request: Request) {
         self.faults += 1;
-        let block = self.places.iter().position(|at| *at == place).unwrap();
+        let block = self.places.iter().position(|at| *at == request.block);
+        let (block, page) = (block.unwrap(), request.pages.start);
         assert!(self.missing.remove(&(block, page)), "asked for twice");
-        self.give(block, &[page]).await;
+        self.give(block, &[page]);
     }
 
-    async fn give(&mut self, block: usize, pages: &[u64]) {
+    fn give(&mut self, block: usize, pages: &[u64]) {
         let ranges: Vec<BlockRange> = pages.iter().map(|page| BlockRange::new(*page, 1)).collect();
         let mut content = vec![0; pages.len() * BLOCK_SIZE];
         self.source.read(block, &ranges, &mut content).unwrap();
@@ -154,10 +214,7 @@ impl Moved {
                 )
             })
             .collect();
-        self.arriving
-            .give(self.places[block], &given)
-            .await
-            .unwrap();
+        self.arriving.give(self.places[block], &given);
     }
 
     /// Serves what the guest waits for, and nothing else, for this long.
@@ -168,38 +225,68 @@ impl Moved {
                 return;
             };
             match event.unwrap() {
-                ArrivingEvent::Request(request) => {
-                    self.serve(request.block, request.pages.start).await;
-                }
+                ArrivingEvent::Request(request) => self.serve(request),
+                ArrivingEvent::Taken => {}
                 ArrivingEvent::Loaded(_) => panic!("loaded twice"),
             }
         }
     }
 
-    /// Breaks the socket to QEMU, as the death of an agent does, and goes on.
-    async fn recover(self) -> Self {
+    /// Ends as an agent that is killed while it gives a page, and goes on as the next one.
+    async fn reconnect(self) -> Self {
         let Self { arriving, .. } = self;
         let lost = arriving.missing();
         drop(arriving);
+        let (&(block, page), path) = (self.missing.first().unwrap(), &self.server.socket);
+        let words = [4, self.places[block] as u64, page, 1];
+        let mut half: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        half.extend([0xff; 1000]);
+        let mut killed = UnixStream::connect(path).unwrap();
+        killed.write_all(&half).unwrap();
+        drop(killed);
+        let arriving = Arriving::reconnect(path, &self.prelude).await.unwrap();
+        assert!(arriving.missing() >= lost, "what was under way may be lost");
+        Self { arriving, ..self }.told()
+    }
+
+    /// Kills the page server, and goes on with another one.
+    async fn recover(mut self) -> Self {
+        self.server.child.kill().unwrap();
+        self.server.child.wait().unwrap();
+        let Self { arriving, .. } = self;
+        let lost = arriving.missing();
+        drop(arriving);
+        let socket = self.server.socket.clone();
+        let refused = Arriving::reconnect(&socket, &self.prelude).await;
+        assert!(refused.is_err(), "it was killed");
+        let (server, connected) = ServerProcess::start(socket).await;
         let qmp = &self.destination.qmp;
         let path = self.destination.folder.path().join("again");
-        let arriving = Arriving::recover(qmp, &path, &self.prelude, &self.discards).await;
+        let discards = &self.discards;
+        let arriving = Arriving::recover(connected, qmp, &path, &self.prelude, discards).await;
         let arriving = arriving.unwrap().unwrap();
         assert!(
             arriving.missing() >= lost,
             "given pages may be lost, and no others appear"
         );
-        let mut missing = BTreeSet::new();
-        for of_block in arriving.missing_pages() {
-            let block = self.places.iter().position(|at| *at == of_block.block);
-            let pages = of_block.pages.iter().flat_map(BlockRange::blocks);
-            missing.extend(pages.map(|page| (block.unwrap(), page)));
-        }
         Self {
+            server,
             arriving,
-            missing,
             ..self
         }
+        .told()
+    }
+
+    /// Takes over what is missing.
+    fn told(mut self) -> Self {
+        self.missing.clear();
+        for of_block in self.arriving.missing_pages() {
+            let block = self.places.iter().position(|at| *at == of_block.block);
+            let pages = of_block.pages.iter().flat_map(BlockRange::blocks);
+            self.missing
+                .extend(pages.map(|page| (block.unwrap(), page)));
+        }
+        self
     }
 
     /// Gives the rest, and what the guest waits for first.
@@ -211,10 +298,11 @@ impl Moved {
             for page in &pages {
                 self.missing.remove(&(block, *page));
             }
-            self.give(block, &pages).await;
+            self.give(block, &pages);
         }
         assert_eq!(self.arriving.missing(), 0);
-        self.arriving.finish().await.unwrap();
+        self.arriving.finish(&self.destination.qmp).await.unwrap();
+        self.server.ended();
         let status = self.destination.qmp.query("query-migrate").await.unwrap();
         assert_eq!(status["status"], "completed");
         println!("{} faults, {:?} in all", self.faults, self.began.elapsed());
@@ -261,16 +349,16 @@ async fn a_guest_runs_on_the_pages_that_it_asks_for() {
             let mut moved = Moved::start(&source, &spec, 1500..6000).await;
             moved.loaded().await;
             moved.destination.qmp.query("cont").await.unwrap();
-            // The socket breaks while the guest still asks for pages, and again.
+            // The agent ends while the guest still asks for pages, then the page server, and again.
             moved.serve_for(Duration::from_millis(20)).await;
             let before = moved.faults;
             assert!((1..3000).contains(&before), "{before} faults");
-            let mut moved = moved.recover().await;
+            let mut moved = moved.reconnect().await.recover().await;
             moved.serve_for(Duration::from_millis(500)).await;
             let faults = moved.faults - before;
             assert!(faults > 20, "it does not run: {faults} faults");
             assert!(moved.arriving.missing() > 1000, "it waits for all of it");
-            let moved = moved.recover().await;
+            let moved = moved.recover().await.reconnect().await;
             let (destination, memory, from) = moved.finish().await;
             assert!(
                 destination.is_writing(spec.payload).await,

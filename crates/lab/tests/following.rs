@@ -12,9 +12,13 @@ mod common;
 use common::{LIMIT, Running, Stage, tiny};
 use longhaul_api::{Outcome, Phase};
 use longhaul_lab::guest::Chipset;
-use longhaul_lab::process::wait_until;
+use longhaul_lab::process::{kill_all, wait_until};
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const LINK: &str = "400mbit,4ms";
 /// Some pages rewritten per second, so that the guest waits for pages that have not come.
@@ -77,6 +81,100 @@ enum Trouble {
     Cut(Duration),
     /// The source's agent is killed and restarted.
     Killed,
+    /// The destination's agent is killed and restarted.
+    DestinationKilled,
+    /// Both agents are killed and restarted.
+    BothKilled,
+    /// The page server is killed.
+    ServerKilled,
+    /// The link is cut until QEMU waits for a page and answers no command. Then the destination's
+    /// agent is killed, and restarted when the link is back.
+    Stuck,
+    /// Nothing, for a moment.
+    Calm(Duration),
+}
+
+/// Returns the page servers on a host.
+fn page_servers(stage: &Stage, host: usize) -> Vec<i32> {
+    let namespace = stage.lab.host(host).unwrap().namespace();
+    let is_one = |pid: &i32| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.split(|byte| *byte == 0)
+            .any(|word| word == b"page-server")
+    };
+    let processes = namespace.processes().unwrap();
+    processes.into_iter().filter(is_one).collect()
+}
+
+fn state(stage: &Stage, host: usize) -> PathBuf {
+    stage.lab.host(host).unwrap().folder().join("state")
+}
+
+/// Returns whether the guest's QEMU answers a command within a second. No agent uses its monitor.
+fn answers(stage: &Stage, host: usize, guest: &str) -> bool {
+    let path = state(stage, host)
+        .join("guests")
+        .join(guest)
+        .join("run/qmp");
+    let mut monitor = BufReader::new(UnixStream::connect(path).unwrap());
+    let patience = Some(Duration::from_secs(1));
+    monitor.get_ref().set_read_timeout(patience).unwrap();
+    let mut line = String::new();
+    if monitor.read_line(&mut line).is_err() {
+        return false;
+    }
+    let command = b"{\"execute\": \"qmp_capabilities\"}\n";
+    monitor.get_mut().write_all(command).unwrap();
+    monitor.read_line(&mut line).is_ok()
+}
+
+impl Trouble {
+    fn happens(self, guest: &mut Running, stage: &mut Stage, from: usize) {
+        let to = 1 - from;
+        match self {
+            Self::Cut(time) => {
+                stage.lab.link(0, 1).unwrap().cut(time).unwrap();
+                thread::sleep(time);
+            }
+            Self::Killed => restart(stage, &[from]),
+            Self::DestinationKilled => restart(stage, &[to]),
+            Self::BothKilled => restart(stage, &[from, to]),
+            Self::ServerKilled => {
+                let servers = page_servers(stage, to);
+                assert_eq!(servers.len(), 1, "{servers:?}");
+                kill_all(&servers).unwrap();
+                let replaced = wait_until(LIMIT, || {
+                    let new = page_servers(stage, to);
+                    new.len() == 1 && new != servers
+                });
+                assert!(replaced, "nobody started another page server");
+            }
+            Self::Stuck => {
+                let there = guest.socket(stage, to);
+                let began = Instant::now();
+                let runs = wait_until(LIMIT, || guest.arena.heard_since(began).contains(&there));
+                assert!(runs, "it does not run at its destination");
+                stage.lab.link(0, 1).unwrap().cut(LIMIT).unwrap();
+                // QEMU writes the command to a page of the guest that is missing.
+                let rate = guest.arena.set_rate(BUSY, Duration::from_secs(2));
+                eprintln!("told over the cut link: {rate:?}");
+                stage.product.agent_mut(to).unwrap().kill().unwrap();
+                assert!(!answers(stage, to, &guest.name), "QEMU waits for nothing");
+                stage.restart(&[to]);
+                assert!(!answers(stage, to, &guest.name), "QEMU was given pages");
+                stage.lab.link(0, 1).unwrap().heal().unwrap();
+            }
+            Self::Calm(time) => thread::sleep(time),
+        }
+    }
+}
+
+fn restart(stage: &mut Stage, hosts: &[usize]) {
+    for host in hosts {
+        stage.product.agent_mut(*host).unwrap().kill().unwrap();
+    }
+    thread::sleep(Duration::from_millis(500));
+    stage.restart(hosts);
 }
 
 /// Moves a guest, and has troubles while its memory follows. Nobody helps.
@@ -96,17 +194,7 @@ fn survives(guest: &mut Running, stage: &mut Stage, from: usize, how: &str, trou
             1,
             "all of it had come: {trouble:?}"
         );
-        match trouble {
-            Trouble::Cut(time) => {
-                stage.lab.link(0, 1).unwrap().cut(*time).unwrap();
-                thread::sleep(*time);
-            }
-            Trouble::Killed => {
-                stage.product.agent_mut(from).unwrap().kill().unwrap();
-                thread::sleep(Duration::from_millis(500));
-                stage.restart(&[from]);
-            }
-        }
+        trouble.happens(guest, stage, from);
     }
     let gone = wait_until(LIMIT, || stage.qemus(from, &name).is_empty());
     assert!(gone, "its memory did not follow: {troubles:?}");
@@ -119,6 +207,12 @@ fn survives(guest: &mut Running, stage: &mut Stage, from: usize, how: &str, trou
     let there = stage.product.latest_migration(to, &name).unwrap().unwrap();
     assert!(there.reason.is_none(), "{there:?}");
     drop(moving);
+    let following = state(stage, to).join("following");
+    let clean = wait_until(LIMIT, || {
+        let left = fs::read_dir(&following).map_or(0, Iterator::count);
+        left == 0 && page_servers(stage, to).is_empty()
+    });
+    assert!(clean, "something is left in {}", following.display());
 }
 
 #[test]
@@ -137,5 +231,26 @@ fn a_cut_is_a_pause_and_so_is_the_death_of_the_source_s_agent() {
         survives(&mut guest, &mut stage, round % 2, how, troubles);
     }
     guest.move_verified(&stage, kinds.len() % 2);
+    guest.end(&stage);
+}
+
+#[test]
+fn the_destination_s_agent_may_end_while_memory_follows() {
+    let Some(mut stage) = Stage::new("following to a bad agent", ["10.0", "10.0"], LINK) else {
+        return;
+    };
+    let mut guest = stage.boot(&tiny("held", Chipset::Q35, "10.0", 2), BUSY);
+    let calm = Trouble::Calm(Duration::from_secs(1));
+    let rounds = [
+        vec![Trouble::DestinationKilled],
+        vec![calm, Trouble::DestinationKilled, Trouble::DestinationKilled],
+        vec![Trouble::Stuck, Trouble::BothKilled],
+        vec![Trouble::ServerKilled, calm, Trouble::DestinationKilled],
+    ];
+    for (round, troubles) in rounds.iter().enumerate() {
+        eprintln!("{troubles:?}");
+        survives(&mut guest, &mut stage, round % 2, "postcopy", troubles);
+    }
+    guest.move_verified(&stage, rounds.len() % 2);
     guest.end(&stage);
 }

@@ -43,6 +43,7 @@ mod verify;
 
 use crate::context::Context;
 use crate::destination::Destination;
+use crate::destination::page_server;
 use crate::destination::recovered::Attempts;
 use crate::host::arbiter::{self, Answer};
 use crate::host::base_image_orders::Orders;
@@ -160,6 +161,8 @@ impl Manager {
                 &error,
             )
         })?;
+        let swept = page_server::sweep(&context.parts.config.state);
+        swept.map_err(|error| cannot("look for page servers that have ended", &error))?;
         let recovered = Arc::new(Attempts::default());
         let destination = Arc::new(Destination::new(
             context.clone(),

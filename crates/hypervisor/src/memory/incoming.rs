@@ -4,15 +4,18 @@
 //! ```text
 //! start(prelude) -> WAITS (RAM may be written from outside) -- finish(tail) --> LOADED (paused)
 //!
-//! start_for_postcopy(prelude) -> WAITS -- load_without(missing) --> LOADED, and an `Arriving`
+//! start_for_postcopy(prelude) -> WAITS -- load_without(missing) --> an `Arriving`, then LOADED
 //! ```
 
-use super::arriving::{Arriving, Missing};
+use super::arriving::{Arriving, Missing, PageServer};
+use super::pages::Pages;
 use super::source::{SourceError, run_state, set_capabilities};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_qemu_stream::return_path::{self, Message, ReturnPathError};
 use longhaul_qemu_stream::{Event, Limits, ParseError, Parser, Prelude, Writer, device_sections};
 use serde_json::json;
+use std::io;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -79,6 +82,9 @@ pub enum IncomingError {
     /// QEMU's answer is not understood.
     #[error(transparent)]
     ReturnPath(#[from] ReturnPathError),
+    /// The process that holds QEMU's socket failed, or has ended.
+    #[error("the page server of the destination's QEMU is gone: {0}")]
+    PageServer(io::Error),
     /// QEMU did not answer in time.
     #[error("the destination's QEMU has not loaded the guest within {} s", .0.as_secs())]
     Timeout(Duration),
@@ -204,11 +210,13 @@ impl Incoming {
 
     /// Lets QEMU load the tail without these pages, which are none of kept blocks: they arrive when
     /// the guest may run already. Every other block of RAM must be written before, or is zero.
+    /// QEMU's socket goes to the page server.
     ///
     /// There must be a missing page: QEMU does not load a guest by post-copy without any. Devices
     /// may wait for pages while they are loaded, so the caller serves requests from now on.
     pub async fn load_without(
         mut self,
+        mut server: PageServer,
         tail: &[u8],
         missing: &[Missing],
     ) -> Result<Arriving, IncomingError> {
@@ -224,9 +232,21 @@ impl Incoming {
             }
         }
         Writer::postcopy_package(devices, &mut out);
-        let mut arriving = Arriving::new(self.qmp, self.socket, self.back, &self.prelude, missing);
-        arriving.begin(out).await?;
-        Ok(arriving)
+        let start = Instant::now();
+        let pages = Pages::without(&self.prelude, missing);
+        let socket = self.socket.as_fd().try_clone_to_owned();
+        let socket = socket.map_err(IncomingError::PageServer)?;
+        let head = self.prelude.bytes.as_slice();
+        // QEMU may wait for a page as soon as it has read all of this, and not before.
+        let (written, served) = tokio::join!(
+            self.socket.write_all(&out),
+            server.serve(socket.as_fd(), head, &pages, false)
+        );
+        if written.is_err() {
+            return Err(reason(&self.qmp, IncomingError::Ended).await);
+        }
+        served?;
+        Ok(Arriving::new(server, pages).loading(self.qmp, start))
     }
 
     /// Returns the sections with kept blocks, and those of the devices, of a tail.

@@ -70,6 +70,8 @@ mod guest_memory;
 mod incoming;
 mod named;
 mod outgoing;
+pub mod page_server;
+mod pages;
 mod places;
 mod reader;
 mod sampler;
@@ -77,7 +79,7 @@ mod source;
 mod unused;
 
 pub(crate) use address_map::{is_unnamed, shared_files};
-pub use arriving::{Arriving, ArrivingEvent, Missing, Request};
+pub use arriving::{Arriving, ArrivingEvent, Missing, PageServer, Request};
 pub(crate) use guest_memory::KEPT_BLOCK_BYTES_MAX;
 pub use guest_memory::{AccessError, AttachError, GuestMemory, MemoryBlock};
 pub use incoming::{Incoming, IncomingError, Loaded, read_prelude};

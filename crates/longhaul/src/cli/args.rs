@@ -100,6 +100,12 @@ pub(crate) enum Command {
     /// A process of a disk export; agents start it
     #[command(hide = true)]
     DiskFront(DiskFrontArgs),
+    /// The process that holds QEMU's socket while a guest's memory follows; agents start it
+    #[command(hide = true)]
+    PageServer {
+        /// Its socket
+        socket: PathBuf,
+    },
     /// Print a shell's completion script
     Completions {
         /// The shell

@@ -31,6 +31,7 @@ use longhaul_api::{
     ApiError, AttachGuest, Client, ErrorCode, GuestState, JoinRealm, Limit, PlanRequest, Probe,
     StartGuest, StopGuest, Trust,
 };
+use longhaul_hypervisor::memory::page_server;
 use longhaul_protocol::units::show_bit_rate;
 use output::Output;
 use paint::{Line, Tone};
@@ -50,6 +51,10 @@ pub(crate) fn run() -> ExitCode {
     if let Command::DiskFront(args) = &cli.command {
         log_to_stderr();
         return front::run(args);
+    }
+    if let Command::PageServer { socket } = &cli.command {
+        log_to_stderr();
+        return serve_pages(socket);
     }
     let serves = matches!(cli.command, Command::Agent(_) | Command::Rendezvous(_));
     let result = runtime(serves).map_err(CliError::from).and_then(|runtime| {
@@ -99,7 +104,7 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
         }
         Command::Image(args) => return image::run(output, args),
         // Handled before the runtime is created.
-        Command::DiskFront(_) => {}
+        Command::DiskFront(_) | Command::PageServer { .. } => {}
         Command::Realm(args) => return realm::realm(output, args).await,
         Command::Network(args) => return realm::network(output, args),
         Command::Rendezvous(args) => {
@@ -134,6 +139,20 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
         }
     }
     Ok(0)
+}
+
+/// Serves QEMU's requests for pages until it has all of them, or has ended.
+fn serve_pages(socket: &Path) -> ExitCode {
+    match page_server::run(socket) {
+        Ok(end) => {
+            tracing::info!("{end}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            tracing::error!("{error}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 fn log_to_stderr() {

@@ -2,14 +2,14 @@
 //!
 //! ```text
 //! the source's lists -> Lists -> missing() -> Serving::load: QEMU has loaded the guest
-//! an earlier agent's note -> Serving::recover
+//! an earlier agent's page server and note -> Serving::go_on
 //! frames -> ArrivingMemory -> the task with the Arriving -> MemoryNews -> attempt, or fetch
 //! ```
 //!
-//! The task ends when all pages are here, or QEMU is gone, or nobody holds the [`ArrivingMemory`]
-//! any more. In the latter cases QEMU's post-copy is paused, and can be recovered: the guest waits
-//! only for pages that are missing.
+//! The task ends when all pages are here, or the page server is gone, or nobody holds the
+//! [`ArrivingMemory`] any more. The guest waits only for pages that are missing.
 
+use crate::destination::page_server::{self, Started};
 use crate::destination::store::Store;
 use crate::host::lock::lock;
 use crate::host::memory_notes::{ArrivingNote, ArrivingRegion, MemoryNote};
@@ -17,10 +17,12 @@ use longhaul_codec::{BlockId, BlockWrite, Content};
 use longhaul_engine::destination::Destination;
 use longhaul_engine::presence::Presence;
 use longhaul_engine::remaining::{self, Remaining};
+use longhaul_hypervisor::manager::{GuestManager, Lease};
 use longhaul_hypervisor::memory::{
-    Arriving, ArrivingEvent, Incoming, IncomingError, Missing, Prelude, Request, read_prelude,
+    Arriving, ArrivingEvent, Incoming, IncomingError, Missing, PageServer, Prelude, Request,
+    read_prelude,
 };
-use longhaul_hypervisor::qmp::Qmp;
+use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::disk::List;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionKind, RegionSpec};
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,8 +31,9 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::block_in_place;
 
-/// Time limit for QEMU to take pages.
+/// Time limit for QEMU's page server to take pages.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The source's lists of blocks of memory that follow.
@@ -171,8 +174,8 @@ struct Shared {
 }
 
 enum Order {
-    /// Give QEMU these blocks.
-    Give(Vec<Piece>, std::sync::mpsc::Sender<Result<(), String>>),
+    /// Give QEMU these blocks, and say when the page server has them.
+    Give(Vec<Piece>, std::sync::mpsc::Sender<()>),
     /// Say what is missing.
     Missing(oneshot::Sender<Vec<(RegionId, Vec<Remaining>)>>),
 }
@@ -227,7 +230,7 @@ impl ArrivingMemory {
         let ordered = self.orders.send(Order::Give(pieces, done));
         ordered.map_err(|_| GONE.to_owned())?;
         match taken.recv_timeout(PATIENCE) {
-            Ok(given) => given,
+            Ok(()) => Ok(()),
             Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
                 Err("its QEMU takes no pages".to_owned())
             }
@@ -318,16 +321,58 @@ fn places(
     Ok((places, missing))
 }
 
+/// A QEMU that is about to load a guest.
+pub(crate) struct Loading<'a> {
+    pub(crate) incoming: Incoming,
+    pub(crate) qmp: Qmp,
+    pub(crate) server: PageServer,
+    /// The state folder.
+    pub(crate) state: &'a Path,
+    pub(crate) guest: &'a str,
+}
+
+/// How QEMU's monitor is reached when it has all pages.
+enum Monitor {
+    /// This attempt has it.
+    Held(Qmp),
+    /// It does not answer while QEMU waits for a page.
+    Of(Arc<dyn GuestManager>, String),
+}
+
+impl Monitor {
+    async fn lease(&self) -> Result<Lease, String> {
+        match self {
+            Self::Held(qmp) => Ok(Lease::from(qmp.clone())),
+            Self::Of(guests, guest) => lease(&**guests, guest).await,
+        }
+    }
+}
+
+/// Connects to the monitor of a guest's QEMU.
+async fn lease(guests: &dyn GuestManager, guest: &str) -> Result<Lease, String> {
+    let guest = block_in_place(|| guests.find(guest));
+    let guest = guest.map_err(|error| error.to_string())?;
+    let guest = guest.ok_or("its QEMU has ended")?;
+    let lease = guests.lease(&guest, COMMAND_TIMEOUT).await;
+    lease.map_err(|error| error.to_string())
+}
+
 impl Serving {
     /// Lets QEMU load the guest without what is missing, and serves it from then on. Returns when
     /// the devices are loaded. What is missing is noted meanwhile.
     pub(crate) async fn load(
         self,
-        incoming: Incoming,
+        loading: Loading<'_>,
         tail: &[u8],
         mut note: ArrivingNote,
-        (state, guest): (&Path, &str),
     ) -> Result<(), LoadError> {
+        let Loading {
+            incoming,
+            qmp,
+            server,
+            state,
+            guest,
+        } = loading;
         let (places, missing) = places(incoming.prelude(), &note.regions)?;
         note.whole = missing.is_empty();
         let whole = note.whole;
@@ -335,12 +380,14 @@ impl Serving {
         let noting = tokio::task::spawn_blocking(move || note.write(&state, &guest));
         let loaded = match whole {
             true => {
+                // It has nothing to do.
+                drop(server);
                 let loaded = incoming.finish(tail).await.map(drop);
                 self.whole();
                 loaded
             }
-            false => match incoming.load_without(tail, &missing).await {
-                Ok(arriving) => self.serve(arriving, places).await,
+            false => match incoming.load_without(server, tail, &missing).await {
+                Ok(arriving) => self.serve(arriving, places, Monitor::Held(qmp)).await,
                 Err(error) => Err(error),
             },
         };
@@ -351,21 +398,53 @@ impl Serving {
         Ok(noted?)
     }
 
-    /// Goes on with a QEMU that an earlier agent has served, or this one over a lost connection.
-    pub(crate) async fn recover(
+    /// Goes on with the page server of an earlier agent, or over a new connection. If it has ended
+    /// QEMU's post-copy is paused, and goes on with a new page server, which the note names then.
+    pub(crate) async fn go_on(
         self,
-        qmp: &Qmp,
-        path: &Path,
-        note: &ArrivingNote,
-    ) -> Result<(), IncomingError> {
-        let prelude = read_prelude(&note.prelude)?;
-        let (places, missing) = places(&prelude, &note.regions)?;
-        match Arriving::recover(qmp, path, &prelude, &missing).await? {
-            None => self.whole(),
-            Some(arriving) => {
-                let served = self.served(arriving, places, None);
-                tokio::spawn(served.run());
+        guests: &Arc<dyn GuestManager>,
+        (state, guest): (&Path, &str),
+        note: &mut ArrivingNote,
+    ) -> Result<(), String> {
+        let to_text = |error: IncomingError| error.to_string();
+        let prelude = read_prelude(&note.prelude).map_err(to_text)?;
+        let (places, missing) = places(&prelude, &note.regions).map_err(to_text)?;
+        let monitor = Monitor::Of(guests.clone(), guest.to_owned());
+        let socket = page_server::socket(state, guest);
+        match Arriving::reconnect(&socket, &prelude).await {
+            Ok(arriving) => {
+                tracing::info!(
+                    guest,
+                    missing = arriving.missing(),
+                    "its page server goes on"
+                );
+                self.spawn(arriving, places, monitor, None);
+                return Ok(());
             }
+            Err(error) => tracing::info!(guest, %error, "its page server has ended"),
+        }
+        let lease = lease(&**guests, guest).await?;
+        let found = block_in_place(|| guests.find(guest));
+        let found = found.map_err(|error| error.to_string())?;
+        let found = found.ok_or("its QEMU has ended")?;
+        let incoming = guests.incoming_socket(&found);
+        let incoming = incoming.map_err(|error| error.to_string())?;
+        if let Some(ended) = note.server.take() {
+            let ended = ended.ended().await;
+            ended.map_err(|error| format!("its page server does not end: {error}"))?;
+        }
+        let started = Started::new(state, guest).await;
+        let started = started.map_err(|error| format!("no page server: {error}"))?;
+        note.server = Some(started.helper);
+        block_in_place(|| note.write(state, guest)).map_err(|error| error.to_string())?;
+        let (server, qmp) = (started.connection, lease.qmp());
+        match Arriving::recover(server, qmp, &incoming, &prelude, &missing).await {
+            Ok(None) => self.whole(),
+            Ok(Some(arriving)) => {
+                tracing::warn!(guest, missing = arriving.missing(), "its post-copy goes on");
+                self.spawn(arriving, places, monitor, None);
+            }
+            Err(error) => return Err(error.to_string()),
         }
         Ok(())
     }
@@ -377,27 +456,34 @@ impl Serving {
     }
 
     /// Serves QEMU in a task. Returns when QEMU has loaded the devices.
-    async fn serve(self, arriving: Arriving, places: Vec<Place>) -> Result<(), IncomingError> {
-        let (loaded, heard) = oneshot::channel();
-        tokio::spawn(self.served(arriving, places, Some(loaded)).run());
-        heard.await.unwrap_or(Err(IncomingError::Ended))
-    }
-
-    fn served(
+    async fn serve(
         self,
         arriving: Arriving,
         places: Vec<Place>,
+        monitor: Monitor,
+    ) -> Result<(), IncomingError> {
+        let (loaded, heard) = oneshot::channel();
+        self.spawn(arriving, places, monitor, Some(loaded));
+        heard.await.unwrap_or(Err(IncomingError::Ended))
+    }
+
+    fn spawn(
+        self,
+        arriving: Arriving,
+        places: Vec<Place>,
+        monitor: Monitor,
         loading: Option<oneshot::Sender<Result<(), IncomingError>>>,
-    ) -> Served {
-        let mut shared = lock(&self.shared);
-        shared.missing_blocks = arriving.missing();
-        drop(shared);
-        Served {
+    ) {
+        lock(&self.shared).missing_blocks = arriving.missing();
+        let served = Served {
             serving: self,
             arriving,
             places,
+            monitor,
             loading,
-        }
+            given: Vec::new(),
+        };
+        tokio::spawn(served.run());
     }
 }
 
@@ -406,32 +492,47 @@ struct Served {
     serving: Serving,
     arriving: Arriving,
     places: Vec<Place>,
+    monitor: Monitor,
     /// Whom to tell that the devices are loaded.
     loading: Option<oneshot::Sender<Result<(), IncomingError>>>,
+    /// Whom to tell that the page server has what they gave.
+    given: Vec<std::sync::mpsc::Sender<()>>,
 }
 
 impl Served {
     async fn run(mut self) {
-        while self.loading.is_some() || self.arriving.missing() > 0 {
-            let done = tokio::select! {
-                event = self.arriving.next_event() => event.map(|event| self.heard(event)),
+        while self.loading.is_some() || self.arriving.missing() > 0 || !self.arriving.is_taken() {
+            tokio::select! {
+                event = self.arriving.next_event() => match event {
+                    Ok(event) => self.heard(event),
+                    Err(error) => return self.fail(error),
+                },
                 order = self.serving.orders.recv() => match order {
-                    Some(order) => self.carry_out(order).await,
+                    Some(order) => self.carry_out(order),
                     None => return,
                 },
-            };
-            if let Err(error) = done {
-                return self.fail(error);
+            }
+            if self.arriving.is_taken() {
+                for given in self.given.drain(..) {
+                    // Nobody waits for it any more otherwise.
+                    let _ = given.send(());
+                }
             }
         }
         let Self {
-            serving, arriving, ..
+            serving,
+            arriving,
+            monitor,
+            ..
         } = self;
-        match arriving.finish().await {
+        let finished = async {
+            let lease = monitor.lease().await?;
+            let finished = arriving.finish(lease.qmp()).await;
+            finished.map_err(|error| error.to_string())
+        };
+        match finished.await {
             Ok(()) => serving.whole(),
-            Err(error) => {
-                let _ = serving.news.send(MemoryNews::Gone(error.to_string()));
-            }
+            Err(why) => drop(serving.news.send(MemoryNews::Gone(why))),
         }
     }
 
@@ -453,6 +554,7 @@ impl Served {
                     let _ = loading.send(Ok(()));
                 }
             }
+            ArrivingEvent::Taken => {}
         }
     }
 
@@ -474,48 +576,36 @@ impl Served {
             .send(MemoryNews::Want(place.region, pages));
     }
 
-    async fn carry_out(&mut self, order: Order) -> Result<(), IncomingError> {
+    fn carry_out(&mut self, order: Order) {
         match order {
-            Order::Missing(said) => {
-                // Its owner is gone otherwise.
-                let _ = said.send(self.missing());
-                Ok(())
-            }
-            Order::Give(pieces, done) => {
-                let given = self.give(pieces).await;
-                let told = match &given {
-                    Ok(()) => Ok(()),
-                    Err(error) => Err(error.to_string()),
-                };
-                // Nobody waits for it any more otherwise.
-                let _ = done.send(told);
-                given
+            // Its owner is gone otherwise.
+            Order::Missing(said) => drop(said.send(self.missing())),
+            Order::Give(pieces, given) => {
+                pieces.into_iter().for_each(|piece| self.give(piece));
+                self.given.push(given);
             }
         }
     }
 
-    async fn give(&mut self, pieces: Vec<Piece>) -> Result<(), IncomingError> {
-        for Piece {
+    fn give(&mut self, piece: Piece) {
+        let Piece {
             region,
             range,
             content,
-        } in pieces
-        {
-            let mut places = self.places.iter();
-            let Some(place) = places.find(|place| place.region == region) else {
-                continue;
-            };
-            tracing::debug!(region = region.0, ?range, "gives memory");
-            let mut contents = content.iter().flat_map(|bytes| bytes.as_chunks().0);
-            let pages: Vec<_> = range.blocks().map(|page| (page, contents.next())).collect();
-            self.arriving.give(place.block, &pages).await?;
-            let mut shared = lock(&self.serving.shared);
-            shared.missing_blocks = self.arriving.missing();
-            for page in range.blocks() {
-                shared.asked.remove(&(region, page));
-            }
+        } = piece;
+        let mut places = self.places.iter();
+        let Some(place) = places.find(|place| place.region == region) else {
+            return;
+        };
+        tracing::debug!(region = region.0, ?range, "gives memory");
+        let mut contents = content.iter().flat_map(|bytes| bytes.as_chunks().0);
+        let pages: Vec<_> = range.blocks().map(|page| (page, contents.next())).collect();
+        self.arriving.give(place.block, &pages);
+        let mut shared = lock(&self.serving.shared);
+        shared.missing_blocks = self.arriving.missing();
+        for page in range.blocks() {
+            shared.asked.remove(&(region, page));
         }
-        Ok(())
     }
 
     fn missing(&self) -> Vec<(RegionId, Vec<Remaining>)> {

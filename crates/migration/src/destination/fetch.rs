@@ -555,7 +555,7 @@ impl Fetch {
     /// Removes the exports below the disks of the guest's QEMU.
     async fn take_out(&mut self) -> Result<(), FrontError> {
         // From here on nobody has to ask for its memory again.
-        self.forget_memory();
+        self.forget_memory().await;
         // The exports' ends are no trouble: news of these connections are ignored from here on.
         self.connections += 1;
         self.disks

@@ -16,6 +16,7 @@ pub(crate) mod files;
 pub(crate) mod guest_clock;
 pub(crate) mod handle;
 pub(crate) mod local_content;
+pub(crate) mod page_server;
 pub(crate) mod qemu;
 pub(crate) mod receiver;
 pub(crate) mod recovered;

@@ -1,10 +1,11 @@
 //! The QEMU of an arriving guest: launched, filled, loaded, and resumed or quit.
 
 use crate::context::Context;
-use crate::destination::arriving_memory::{LoadError, Serving};
+use crate::destination::arriving_memory::{LoadError, Loading, Serving};
 use crate::destination::call::ExpectError;
 use crate::destination::disks::Disks;
 use crate::destination::local_content::Kept;
+use crate::destination::page_server::Started;
 use crate::destination::receiver::Receiving;
 use crate::destination::store::Store;
 use crate::disks::exports::{self, Comes, Coming, FrontError};
@@ -70,6 +71,9 @@ pub(crate) enum DestinationQemuError {
     /// QEMU cannot run a guest before all of its memory has arrived.
     #[error("its memory cannot follow: {0}")]
     CannotFollow(SourceError),
+    /// The process that serves its memory did not start.
+    #[error("its memory cannot follow: no page server: {0}")]
+    PageServer(io::Error),
     /// QEMU could not load the guest.
     #[error("{error}; the end of its log: {log}")]
     Load {
@@ -149,6 +153,8 @@ pub(crate) struct DestinationQemu {
     begun: bool,
     /// The part of its memory that may follow when it runs here.
     follows: Pulled,
+    /// The page server, until QEMU loads the guest without some of its memory.
+    page_server: Option<Started>,
     /// Whether it was loaded without some of its memory.
     lacks: bool,
     /// QEMU's stream up to its list of RAM blocks, if memory may follow.
@@ -190,15 +196,19 @@ impl DestinationQemu {
             lease,
             socket,
         } = guests.launch_incoming(incoming).await?;
-        let set_up = async {
-            if follows != Pulled::Nothing {
-                let can = Incoming::can_run_early(lease.qmp()).await;
-                can.map_err(DestinationQemuError::CannotFollow)?;
+        let state = &context.parts.config.state;
+        let serve = async {
+            if follows == Pulled::Nothing {
+                return Ok(None);
             }
-            Self::set_up(offer, &guest, lease.qmp(), content, admission).await
+            let can = Incoming::can_run_early(lease.qmp()).await;
+            can.map_err(DestinationQemuError::CannotFollow)?;
+            let started = Started::new(state, guest.name()).await;
+            started.map(Some).map_err(DestinationQemuError::PageServer)
         };
-        match set_up.await {
-            Ok((machine, memory, places, receiving, shown)) => {
+        let set_up = Self::set_up(offer, &guest, lease.qmp(), content, admission);
+        match tokio::try_join!(serve, set_up) {
+            Ok((page_server, (machine, memory, places, receiving, shown))) => {
                 if follows != Pulled::Nothing {
                     receiving.expect_lists(&offer.regions);
                 }
@@ -213,6 +223,7 @@ impl DestinationQemu {
                     incoming: None,
                     begun: false,
                     follows,
+                    page_server,
                     lacks: false,
                     prelude: Vec::new(),
                     migration: offer.migration,
@@ -328,6 +339,7 @@ impl DestinationQemu {
         serving: Option<Serving>,
     ) -> impl Future<Output = Result<(), DestinationQemuError>> + Send + use<> {
         let (incoming, guest) = (self.incoming.take(), self.guest.clone());
+        let page_server = self.page_server.take();
         let missing = self.receiving.missing_memory();
         let note = missing.map(|regions| ArrivingNote {
             migration: self.migration,
@@ -336,6 +348,7 @@ impl DestinationQemu {
             prelude: std::mem::take(&mut self.prelude),
             regions,
             whole: false,
+            server: page_server.as_ref().map(|server| server.helper.clone()),
         });
         let lacks = |note: &ArrivingNote| note.regions.iter().any(|it| !it.missing.is_empty());
         self.lacks = note.as_ref().is_some_and(lacks);
@@ -343,12 +356,19 @@ impl DestinationQemu {
             // Nobody reads RAM that QEMU would have to ask for.
             self.shown = None;
         }
+        let qmp = self.lease.qmp().clone();
         async move {
             let incoming = incoming.ok_or(DestinationQemuError::Order("Complete without Start"))?;
-            let loaded = match (serving, note) {
-                (Some(serving), Some(note)) => {
-                    let name = (state.as_path(), guest.name());
-                    let loaded = serving.load(incoming, &tail, note, name).await;
+            let loaded = match (serving, note, page_server) {
+                (Some(serving), Some(note), Some(server)) => {
+                    let guest = Loading {
+                        incoming,
+                        qmp,
+                        server: server.connection,
+                        state: &state,
+                        guest: guest.name(),
+                    };
+                    let loaded = serving.load(guest, &tail, note).await;
                     loaded.map_err(|error| match error {
                         LoadError::Incoming(error) => error.into(),
                         LoadError::Note(error) => error.into(),
@@ -438,7 +458,18 @@ impl DestinationQemu {
     pub(crate) async fn quit(&mut self) {
         self.gone = true;
         self.incoming = None;
+        self.end_page_server().await;
         abort(&*self.guests, &self.guest, &self.lease).await;
+    }
+
+    /// Ends the page server, if it has no QEMU yet.
+    pub(crate) async fn end_page_server(&mut self) {
+        if let Some(server) = self.page_server.take()
+            && let Err(error) = server.end().await
+        {
+            let guest = self.guest.name();
+            tracing::error!(guest, %error, "something of its page server is left over");
+        }
     }
 
     /// Returns the end of QEMU's log.

@@ -9,6 +9,7 @@ use crate::destination::Destination;
 use crate::destination::companion::{About, Companions};
 use crate::destination::fetch::{Begun, Fetch};
 use crate::destination::handle::{AttemptHandle, Present};
+use crate::destination::page_server;
 use crate::disks::exports;
 use crate::handover::attempt_record::{self, AttemptRecord, abort_reason};
 use crate::handover::ledger::{
@@ -23,7 +24,8 @@ use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve,
 use longhaul_attempt::Destination as Core;
 use longhaul_attempt::destination::{Action, Config, Event, FromSource};
 use longhaul_engine::handover::{DestinationState, Record, Terms};
-use longhaul_hypervisor::manager::Commit;
+use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::manager::{Commit, CommitError, GuestManager};
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{AttemptId, Generation, HostId, MigrationId};
 use longhaul_storage::{Journal, JournalError};
@@ -31,6 +33,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Mutex;
+use tokio::time::Instant;
+
+/// Time limit for a guest to run that waits for its memory.
+const RUN_WITHIN: Duration = Duration::from_secs(600);
+/// Interval between attempts to let such a guest run.
+const AGAIN_EVERY: Duration = Duration::from_secs(1);
 
 /// Why a source gets no answer.
 #[derive(Debug, thiserror::Error)]
@@ -301,6 +309,20 @@ impl RecoveredDestination {
         }
     }
 
+    /// Returns whether memory of a guest that runs here may be missing.
+    fn lacks_memory(&self) -> bool {
+        let ledger = &self.handover.ledger;
+        let state = &ledger.context.parts.config.state;
+        match ArrivingNote::read(state, &ledger.guest, ledger.migration) {
+            Ok(note) => note.is_some_and(|note| !note.whole),
+            Err(error) => {
+                // The fetch task reads it again.
+                tracing::error!(guest = ledger.guest, %error, "cannot look for its memory");
+                true
+            }
+        }
+    }
+
     /// Fetches the missing blocks, in a separate task.
     fn fetch(self, context: &Arc<Destination>) {
         let ledger = &self.handover.ledger;
@@ -350,12 +372,21 @@ impl RecoveredDestination {
             // The guest was resumed before, and its owner controls it since.
             return Event::Resumed;
         }
-        self.companions.committed().await;
         let commit = Commit {
             generation: generation.0,
             runs: !self.paused,
         };
-        let guests = &ledger.context.parts.guests;
+        let guests = ledger.context.parts.guests.clone();
+        let lacks_memory = self.lacks_memory();
+        self.companions.committed().await;
+        if lacks_memory {
+            // QEMU may need memory for that which has yet to come, and which the fetch brings.
+            tokio::spawn(run_on_its_memory(guests, found, commit));
+            self.companions.running();
+            return Event::Resumed;
+        }
+        let ledger = &self.handover.ledger;
+        let guest = &ledger.guest;
         if let Err(error) = guests.commit(&found, None, commit).await {
             tracing::error!(guest, %error, "committed, and does not run");
             let text = format!("QEMU did not let {guest} go on after the agent's restart: {error}");
@@ -452,11 +483,8 @@ impl DestinationOwner for RecoveredDestination {
                 if let Err(error) = guests.abort_incoming(&ledger.guest, None).await {
                     tracing::error!(guest = ledger.guest, %error, "something is left over");
                 }
-                let state = &self.handover.ledger.context.parts.config.state;
-                let guest = &self.handover.ledger.guest;
-                if let Err(error) = ArrivingNote::forget(state, guest) {
-                    tracing::warn!(guest, %error, "a note of its memory stays");
-                }
+                let state = &ledger.context.parts.config.state;
+                page_server::forget(state, &ledger.guest, ledger.migration).await;
                 self.companions.ended().await;
                 self.companions.aborted().await;
                 return Some(Event::QemuGone);
@@ -484,6 +512,26 @@ impl DestinationOwner for RecoveredDestination {
             | Action::Note(_) => {}
         }
         None
+    }
+}
+
+/// Lets a guest run whose memory may be missing. Its QEMU answers nothing while it waits for memory.
+async fn run_on_its_memory(guests: Arc<dyn GuestManager>, guest: Guest, commit: Commit) {
+    let name = guest.name().to_owned();
+    let deadline = Instant::now() + RUN_WITHIN;
+    loop {
+        match guests.commit(&guest, None, commit).await {
+            Ok(()) => return,
+            Err(CommitError::Unknown(why))
+                if Instant::now() < deadline && matches!(guests.find(&name), Ok(Some(_))) =>
+            {
+                tracing::info!(guest = name, why, "told to run, no answer");
+                tokio::time::sleep(AGAIN_EVERY).await;
+            }
+            Err(error) => {
+                return tracing::error!(guest = name, %error, "committed, and does not run");
+            }
+        }
     }
 }
 

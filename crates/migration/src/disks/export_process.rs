@@ -48,7 +48,7 @@ pub(crate) fn log(folder: &Path) -> PathBuf {
 }
 
 /// Returns a path of the running program that works even if its file was replaced or removed.
-fn own_program() -> io::Result<PathBuf> {
+pub(crate) fn own_program() -> io::Result<PathBuf> {
     let named = std::env::current_exe()?;
     Ok(match named.exists() {
         true => named,

@@ -4,7 +4,7 @@
 pub(crate) mod backing_files;
 pub(crate) mod base_images;
 pub(crate) mod export_notes;
-mod export_process;
+pub(crate) mod export_process;
 pub(crate) mod exports;
 mod fate;
 pub(crate) mod images;

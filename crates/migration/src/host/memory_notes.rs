@@ -1,7 +1,8 @@
 //! What a later agent must know of guests whose memory follows when they run at the destination.
 //!
 //! ```text
-//! STATE/following/GUEST.arriving   at the destination: what was missing when QEMU loaded the guest
+//! STATE/following/GUEST.arriving   at the destination: what was missing when QEMU loaded the guest,
+//!                                  and the page server
 //! STATE/following/GUEST.left       at the source: its stopped QEMU holds what is missing there
 //! ```
 //!
@@ -9,6 +10,7 @@
 //! synced: the destination writes its note while the guest is stopped.
 
 use longhaul_engine::remaining::Remaining;
+use longhaul_hypervisor::helper::Helper;
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::{MigrationId, RegionSpec};
 use serde::de::DeserializeOwned;
@@ -49,6 +51,9 @@ pub(crate) struct ArrivingNote {
     pub(crate) regions: Vec<ArrivingRegion>,
     /// Whether all of it is here.
     pub(crate) whole: bool,
+    /// The page server. It says what is missing, as long as it runs.
+    #[serde(default)]
+    pub(crate) server: Option<Helper>,
 }
 
 /// The memory of a guest that has left, in its stopped QEMU.
@@ -71,12 +76,7 @@ pub(crate) trait MemoryNote: Serialize + DeserializeOwned {
     /// Writes it. An earlier one of the guest is replaced.
     fn write(&self, state: &Path, guest: &str) -> io::Result<()> {
         let path = path::<Self>(state, guest);
-        let folder = folder(state);
-        let built = DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&folder);
-        built.map_err(|error| named(&folder, &error))?;
+        create_folder(state)?;
         let new = path.with_extension("new");
         let written = || {
             let mut options = OpenOptions::new();
@@ -133,6 +133,14 @@ const FOLDER: &str = "following";
 /// Returns the folder of the notes.
 pub(crate) fn folder(state: &Path) -> PathBuf {
     state.join(FOLDER)
+}
+
+/// Creates the folder of the notes.
+pub(crate) fn create_folder(state: &Path) -> io::Result<()> {
+    let folder = folder(state);
+    let mut builder = DirBuilder::new();
+    let built = builder.recursive(true).mode(0o700).create(&folder);
+    built.map_err(|error| named(&folder, &error))
 }
 
 fn path<N: MemoryNote>(state: &Path, guest: &str) -> PathBuf {

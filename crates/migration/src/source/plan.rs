@@ -186,7 +186,7 @@ fn needs_both(plan: &Plan, strategy: Strategy) -> Option<Check> {
     };
     let text = format!(
         "{when}, {guest} needs both hosts: it waits while the link is cut or the agent on {source} \
-         is gone, and is lost with {source}; if the agent on {destination} ends, it may hang"
+         or {destination} is gone, and is lost with {source}"
     );
     let hint = "without --strategy it needs only one host at any time";
     Some(Check::warn("strategy", text, hint))

@@ -3,17 +3,18 @@
 use crate::destination::arriving_memory::MemoryNews;
 use crate::destination::attempt::{DestinationAttempt, next_news};
 use crate::destination::fetch::{Begun, Fetch};
+use crate::destination::page_server;
 use crate::handover::attempt_record::abort_reason;
 use crate::handover::ledger::{
     DestinationHandover, DestinationOwner, drive_destination, tell_destination,
 };
-use crate::host::memory_notes::{ArrivingNote, MemoryNote};
 use crate::status::in_doubt;
 use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve, Side};
 use longhaul_attempt::destination::{Action, Event};
 use longhaul_engine::handover::DestinationState;
 use longhaul_hypervisor::manager::CommitError;
 use longhaul_protocol::Generation;
+use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::message::{Summary, ToSource};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -128,8 +129,9 @@ impl DestinationAttempt {
             self.companions.aborted().await;
         }
         let (state, guest) = (&self.context.parts.config.state, &self.offer.guest.name);
-        if let Err(error) = ArrivingNote::forget(state, guest) {
-            tracing::warn!(guest, %error, "a note of its memory stays");
+        if self.inbound.follows() != Pulled::Nothing {
+            page_server::forget(state, guest, self.offer.migration).await;
+            self.inbound.end_page_server().await;
         }
         self.running().await;
         self.tell_clock().await;

@@ -4,11 +4,10 @@ use crate::destination::arriving_memory::{self, ArrivingMemory, MemoryNews};
 use crate::destination::attempt::Following;
 use crate::destination::fetch::connection::missing;
 use crate::destination::fetch::{Fetch, send};
+use crate::destination::page_server;
 use crate::host::memory_notes::{ArrivingNote, ArrivingRegion, MemoryNote};
 use longhaul_api::RegionProgress;
 use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::manager::Lease;
-use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_protocol::message::ToSource;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use std::sync::Arc;
@@ -108,7 +107,7 @@ impl Fetch {
     /// Serves QEMU again, if nothing does.
     pub(super) async fn serve_memory(&mut self) {
         let waits = |memory: &FetchedMemory| !memory.listens();
-        let Some(note) = self
+        let Some(mut note) = self
             .memory
             .as_ref()
             .filter(|it| waits(it))
@@ -117,23 +116,14 @@ impl Fetch {
             return;
         };
         let (served, serving, news) = arriving_memory::hold();
-        let recovered = async {
-            let guests = &self.context.parts.guests;
-            let guest = block_in_place(|| guests.find(self.guest()));
-            let guest = guest.map_err(|error| error.to_string())?;
-            let guest = guest.ok_or("its QEMU has ended")?;
-            let lease = guests.lease(&guest, COMMAND_TIMEOUT).await;
-            let lease: Lease = lease.map_err(|error| error.to_string())?;
-            let socket = guests.incoming_socket(&guest);
-            let socket = socket.map_err(|error| error.to_string())?;
-            let recovered = serving.recover(lease.qmp(), &socket, &note).await;
-            recovered.map_err(|error| error.to_string())
-        };
-        let recovered: Result<(), String> = recovered.await;
+        let parts = &self.context.parts;
+        let name = (parts.config.state.as_path(), self.guest());
+        let goes_on = serving.go_on(&parts.guests, name, &mut note).await;
         let Some(memory) = &mut self.memory else {
             return;
         };
-        match recovered {
+        memory.note.server = note.server;
+        match goes_on {
             Ok(()) => {
                 memory.trouble = None;
                 memory.served = Some(served);
@@ -205,12 +195,10 @@ impl Fetch {
     }
 
     /// Removes the note of what was missing: all of the guest is here.
-    pub(super) fn forget_memory(&self) {
+    pub(super) async fn forget_memory(&self) {
         let state = &self.context.parts.config.state;
-        if self.memory.is_some()
-            && let Err(error) = block_in_place(|| ArrivingNote::forget(state, self.guest()))
-        {
-            tracing::warn!(guest = self.guest(), %error, "a note of its memory stays");
+        if let Some(memory) = &self.memory {
+            page_server::forget(state, self.guest(), memory.note.migration).await;
         }
     }
 
