@@ -18,11 +18,13 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const LINK: &str = "400mbit,4ms";
 /// Some pages rewritten per second, so that the guest waits for pages that have not come.
 const BUSY: u64 = 200;
+/// The memory of the smallest guest.
+const MEMORY_BYTES: u64 = 128 << 20;
 /// So slow that most of the memory follows after a trouble.
 const SLOW: [&str; 2] = ["--bandwidth", "24mbit"];
 
@@ -110,22 +112,40 @@ fn state(stage: &Stage, host: usize) -> PathBuf {
     stage.lab.host(host).unwrap().folder().join("state")
 }
 
-/// Returns whether the guest's QEMU answers a command within a second. No agent uses its monitor.
-fn answers(stage: &Stage, host: usize, guest: &str) -> bool {
-    let path = state(stage, host)
-        .join("guests")
-        .join(guest)
-        .join("run/qmp");
-    let mut monitor = BufReader::new(UnixStream::connect(path).unwrap());
-    let patience = Some(Duration::from_secs(1));
-    monitor.get_ref().set_read_timeout(patience).unwrap();
-    let mut line = String::new();
-    if monitor.read_line(&mut line).is_err() {
-        return false;
+/// A client of a QEMU's control socket that does not wait for ever.
+struct Impatient(BufReader<UnixStream>);
+
+impl Impatient {
+    fn connect(stage: &Stage, host: usize, guest: &str) -> Self {
+        let path = state(stage, host).join("guests").join(guest);
+        let socket = UnixStream::connect(path.join("run/qmp")).unwrap();
+        let patience = Some(Duration::from_secs(2));
+        socket.set_read_timeout(patience).unwrap();
+        Self(BufReader::new(socket))
     }
-    let command = b"{\"execute\": \"qmp_capabilities\"}\n";
-    monitor.get_mut().write_all(command).unwrap();
-    monitor.read_line(&mut line).is_ok()
+
+    /// Returns whether QEMU says something now.
+    fn hears(&mut self) -> bool {
+        self.0.read_line(&mut String::new()).is_ok()
+    }
+
+    /// Returns whether QEMU answers a command.
+    fn is_answered(&mut self, command: &str) -> bool {
+        let line = format!("{command}\n");
+        self.0.get_mut().write_all(line.as_bytes()).unwrap();
+        self.hears()
+    }
+}
+
+/// Lets QEMU's main loop read all of the guest's memory, as a device would. It holds QEMU's lock,
+/// and waits for each page that is missing.
+fn wait_for_memory(stage: &Stage, host: usize, guest: &str, bytes: u64) {
+    let mut monitor = Impatient::connect(stage, host, guest);
+    assert!(monitor.hears());
+    assert!(monitor.is_answered(r#"{"execute": "qmp_capabilities"}"#));
+    let arguments = format!(r#"{{"val": 0, "size": {bytes}, "filename": "/dev/null"}}"#);
+    let command = format!(r#"{{"execute": "pmemsave", "arguments": {arguments}}}"#);
+    assert!(!monitor.is_answered(&command), "no page is missing");
 }
 
 impl Trouble {
@@ -150,18 +170,12 @@ impl Trouble {
                 assert!(replaced, "nobody started another page server");
             }
             Self::Stuck => {
-                let there = guest.socket(stage, to);
-                let began = Instant::now();
-                let runs = wait_until(LIMIT, || guest.arena.heard_since(began).contains(&there));
-                assert!(runs, "it does not run at its destination");
                 stage.lab.link(0, 1).unwrap().cut(LIMIT).unwrap();
-                // QEMU writes the command to a page of the guest that is missing.
-                let rate = guest.arena.set_rate(BUSY, Duration::from_secs(2));
-                eprintln!("told over the cut link: {rate:?}");
                 stage.product.agent_mut(to).unwrap().kill().unwrap();
-                assert!(!answers(stage, to, &guest.name), "QEMU waits for nothing");
+                wait_for_memory(stage, to, &guest.name, MEMORY_BYTES);
                 stage.restart(&[to]);
-                assert!(!answers(stage, to, &guest.name), "QEMU was given pages");
+                let answers = Impatient::connect(stage, to, &guest.name).hears();
+                assert!(!answers, "QEMU was given pages");
                 stage.lab.link(0, 1).unwrap().heal().unwrap();
             }
             Self::Calm(time) => thread::sleep(time),

@@ -548,10 +548,10 @@ mod tests {
                     while let Some(event) = stream.next(&mut input).unwrap() {
                         if let Event::Page {
                             page: got, content, ..
-                        } = event
+                        } = &event
                         {
-                            assert_eq!(got, number);
-                            assert_eq!(content, Content::Kept(Box::new(page(number))));
+                            assert_eq!(*got, number);
+                            assert_eq!(*content, Content::Kept(Box::new(page(number))));
                         }
                         has_it |= matches!(event, Event::SectionEnd);
                     }
