@@ -1,5 +1,5 @@
-//! Fuzzes a page server: what agents and QEMU say to it, whole or torn, in any order. The first byte
-//! says whether the first agent hands a QEMU over as it should.
+//! Fuzzes a page server: what agents and QEMU say to it, whole or torn, in any order. The first
+//! byte says whether the first agent hands a QEMU over as it should.
 
 use longhaul_hypervisor::memory::page_server::core::Core;
 use longhaul_hypervisor::memory::page_server::line::{

@@ -136,11 +136,11 @@ pub(crate) fn sweep(state: &Path) -> io::Result<()> {
             false => continue,
         };
         let noted = socket.with_extension(ArrivingNote::ENDING).exists();
-        let refused = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
+        let is_dead = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
         let dead = match UnixStream::connect(&socket) {
             Ok(_) => false,
             Err(error) if error.kind() == io::ErrorKind::NotFound => is_log,
-            Err(error) => refused(error),
+            Err(error) => is_dead(error),
         };
         if dead && !(is_log && noted) {
             remove_if_there(&path)?;

@@ -515,7 +515,7 @@ impl DestinationOwner for RecoveredDestination {
     }
 }
 
-/// Lets a guest run whose memory may be missing. Its QEMU answers nothing while it waits for memory.
+/// Lets a guest run whose memory may be missing: its QEMU answers nothing while it waits for some.
 async fn run_on_its_memory(guests: Arc<dyn GuestManager>, guest: Guest, commit: Commit) {
     let name = guest.name().to_owned();
     let deadline = Instant::now() + RUN_WITHIN;

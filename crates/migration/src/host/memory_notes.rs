@@ -1,8 +1,8 @@
 //! What a later agent must know of guests whose memory follows when they run at the destination.
 //!
 //! ```text
-//! STATE/following/GUEST.arriving   at the destination: what was missing when QEMU loaded the guest,
-//!                                  and the page server
+//! STATE/following/GUEST.arriving   at the destination: its page server, and what was missing when
+//!                                  QEMU loaded the guest
 //! STATE/following/GUEST.left       at the source: its stopped QEMU holds what is missing there
 //! ```
 //!
