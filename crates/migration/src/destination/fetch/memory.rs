@@ -28,15 +28,19 @@ pub(crate) struct FetchedMemory {
 
 /// Waits for news of memory.
 pub(super) async fn next_of_memory(memory: &mut Option<FetchedMemory>) -> MemoryNews {
-    let news = memory.as_mut().and_then(|memory| memory.news.as_mut());
-    let news = match news {
-        Some(news) => news.recv().await,
-        None => None,
-    };
-    match news {
-        Some(news) => news,
-        None => std::future::pending().await,
+    if let Some(memory) = memory
+        && let Some(news) = &mut memory.news
+    {
+        if let Some(news) = news.recv().await {
+            return news;
+        }
+        memory.news = None;
+        if memory.served.is_some() && !memory.note.whole {
+            // The attempt heard why.
+            return MemoryNews::Gone("nothing serves it any more".to_owned());
+        }
     }
+    std::future::pending().await
 }
 
 impl FetchedMemory {
@@ -248,5 +252,32 @@ impl Fetch {
             "memory is lost"
         );
         self.show();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_protocol::MigrationId;
+    use longhaul_protocol::disk::Pulled;
+
+    #[tokio::test]
+    async fn memory_that_nothing_serves_any_more_is_served_again() {
+        let note = ArrivingNote {
+            migration: MigrationId([7; 8]),
+            digest_key: [1; 32],
+            pulled: Pulled::All,
+            prelude: Vec::new(),
+            regions: Vec::new(),
+            whole: false,
+            server: None,
+        };
+        let (memory, serving, news) = arriving_memory::hold();
+        let mut fetched = Some(FetchedMemory::new(note, Some(Following { memory, news })));
+        assert!(fetched.as_ref().is_some_and(FetchedMemory::listens));
+        // The attempt took the news that the page server has ended.
+        drop(serving);
+        let news = next_of_memory(&mut fetched).await;
+        assert!(matches!(news, MemoryNews::Gone(_)), "{news:?}");
     }
 }
