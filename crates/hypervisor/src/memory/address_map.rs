@@ -50,7 +50,7 @@ fn parse_row(line: &str) -> Option<ListedBlock> {
     })
 }
 
-/// Asks QEMU for the block and the host address of a guest's address; `None` if it has no RAM there.
+/// Asks QEMU for the block and the host address of a guest's address; `None` without RAM there.
 pub(crate) async fn host_address(
     qmp: &Qmp,
     address: u64,

@@ -28,6 +28,7 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionKind, Reg
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
@@ -223,19 +224,13 @@ pub(crate) fn hold() -> (
 }
 
 impl ArrivingMemory {
-    /// Gives QEMU blocks. Those that are not missing are left out. Blocks the thread.
-    fn give(&self, pieces: Vec<Piece>) -> Result<(), String> {
-        const GONE: &str = "its QEMU is not served any more";
+    /// Gives QEMU blocks. Those that are not missing are left out. Returns what says when the page
+    /// server has these, and all that were given before.
+    fn give(&self, pieces: Vec<Piece>) -> Result<Taken, String> {
         let (done, taken) = std::sync::mpsc::channel();
         let ordered = self.orders.send(Order::Give(pieces, done));
         ordered.map_err(|_| GONE.to_owned())?;
-        match taken.recv_timeout(PATIENCE) {
-            Ok(()) => Ok(()),
-            Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
-                Err("its QEMU takes no pages".to_owned())
-            }
-            Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => Err(GONE.to_owned()),
-        }
+        Ok(Taken(taken))
     }
 
     /// Returns the missing blocks of each region that lacks some; `None` if QEMU is gone.
@@ -264,8 +259,35 @@ impl ArrivingMemory {
     }
 }
 
+/// Why QEMU takes nothing more.
+const GONE: &str = "its QEMU is not served any more";
+
+/// Says when the page server has what was given.
+struct Taken(std::sync::mpsc::Receiver<()>);
+
+impl Taken {
+    /// Blocks the thread.
+    fn wait(self) -> Result<(), String> {
+        match self.0.recv_timeout(PATIENCE) {
+            Ok(()) => Ok(()),
+            Err(RecvTimeoutError::Timeout) => Err("its QEMU takes no pages".to_owned()),
+            Err(RecvTimeoutError::Disconnected) => Err(GONE.to_owned()),
+        }
+    }
+}
+
 /// Gives received blocks to QEMU.
-pub(crate) struct ArrivingStore(pub(crate) Arc<ArrivingMemory>);
+pub(crate) struct ArrivingStore {
+    memory: Arc<ArrivingMemory>,
+    /// What was given last.
+    last: Option<Taken>,
+}
+
+impl ArrivingStore {
+    pub(crate) fn new(memory: Arc<ArrivingMemory>) -> Self {
+        Self { memory, last: None }
+    }
+}
 
 impl Store for ArrivingStore {
     fn read(&mut self, _id: BlockId, _into: &mut [u8; BLOCK_SIZE]) -> Result<(), String> {
@@ -287,7 +309,12 @@ impl Store for ArrivingStore {
             })
         };
         let pieces: Result<_, _> = writes.iter().map(piece).collect();
-        self.0.give(pieces?)
+        self.last = Some(self.memory.give(pieces?)?);
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), String> {
+        self.last.take().map_or(Ok(()), Taken::wait)
     }
 }
 
@@ -676,7 +703,7 @@ mod tests {
     async fn nobody_waits_for_a_qemu_that_is_not_served() {
         let (memory, serving, mut news) = hold();
         drop(serving);
-        let why = tokio::task::block_in_place(|| memory.give(Vec::new())).unwrap_err();
+        let why = memory.give(Vec::new()).err().unwrap();
         assert!(why.contains("not served"), "{why}");
         assert!(memory.missing().await.is_none());
         assert!(news.recv().await.is_none());

@@ -25,13 +25,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::task::block_in_place;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 /// Minimum interval between acknowledgements. The first one is sent at once, since a write may wait
 /// for it.
 const ACKNOWLEDGE_EVERY: Duration = Duration::from_millis(2);
 /// Longest delay of the report to the source that the disks' sync time has changed.
 const TELL_EVERY: Duration = Duration::from_millis(100);
+/// Bytes of frames that have arrived already and are written together. Acknowledgements wait for
+/// them.
+const TOGETHER_BYTES: usize = 256 << 10;
 /// Interval between checks for disk content that must be made durable.
 const SYNC_EVERY: Duration = Duration::from_millis(200);
 
@@ -118,7 +121,7 @@ impl Receiving {
         of_memory
             .by_ref()
             .for_each(|spec| destination.follows(spec.id));
-        let store = memory.map(|memory| Box::new(ArrivingStore(memory)) as Box<dyn Store>);
+        let store = memory.map(|memory| Box::new(ArrivingStore::new(memory)) as Box<dyn Store>);
         let content = (disks, Kept::default());
         Ok(Self::with(destination, store, content, key, means))
     }
@@ -212,7 +215,7 @@ impl Receiving {
         lists
             .regions()
             .for_each(|region| destination.follows(region));
-        *store = Some(Box::new(ArrivingStore(memory)));
+        *store = Some(Box::new(ArrivingStore::new(memory)));
     }
 
     /// Takes a part of the source's list of a region's blocks that it has not sent.
@@ -340,15 +343,31 @@ impl Receiving {
         let mut next_at = Instant::now();
         let mut decoder = Decoder::new(self.key);
         let mut in_order = InOrder::default();
+        let mut ended = false;
         loop {
             let wake_at = acknowledge_at.unwrap_or_else(|| Instant::now() + TELL_EVERY);
-            let frame = match wake_at <= Instant::now() {
-                true => None,
-                false => timeout_at(wake_at, carrier.recv()).await.ok().transpose()?,
+            let frame = match (ended, wake_at <= Instant::now()) {
+                (true, _) => Some(None),
+                (false, true) => None,
+                (false, false) => timeout_at(wake_at, carrier.recv()).await.ok().transpose()?,
             };
             match frame {
                 Some(Some(frame)) => {
+                    let mut bytes = frame.len();
                     in_order.arrived(frame)?;
+                    // What has arrived meanwhile is written with it.
+                    while bytes < TOGETHER_BYTES && !ended {
+                        let Ok(more) = timeout(Duration::ZERO, carrier.recv()).await else {
+                            break;
+                        };
+                        match more? {
+                            Some(frame) => {
+                                bytes += frame.len();
+                                in_order.arrived(frame)?;
+                            }
+                            None => ended = true,
+                        }
+                    }
                     let mut complete = false;
                     while let Some(frame) = in_order.next_ready() {
                         let worker = self.workers.acquire().await;
@@ -359,6 +378,7 @@ impl Receiving {
                         complete |= everything;
                         self.pace.came(blocks, Instant::now());
                     }
+                    block_in_place(|| self.lock().flush()).map_err(ReceiveError::Store)?;
                     acknowledge_at = Some(next_at);
                     if complete {
                         acknowledge_at = Some(Instant::now());
@@ -400,6 +420,11 @@ impl Receiving {
 }
 
 impl Inner {
+    /// Waits until the memory that has arrived is where it belongs.
+    fn flush(&mut self) -> Result<(), String> {
+        self.store.as_mut().map_or(Ok(()), |store| store.flush())
+    }
+
     fn is_complete(&self) -> bool {
         let early = !self.needs_early || self.early.whole().is_some();
         let listed = self.disks.is_listed() && self.lists.is_listed();

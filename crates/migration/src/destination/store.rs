@@ -10,4 +10,9 @@ pub(crate) trait Store: Send + 'static {
 
     /// Writes blocks. Zero blocks that were never written (`fresh`) may be skipped.
     fn write(&mut self, writes: &[BlockWrite<'_>], fresh: &[bool]) -> Result<(), String>;
+
+    /// Waits until everything that was written is where it belongs.
+    fn flush(&mut self) -> Result<(), String> {
+        Ok(())
+    }
 }
