@@ -141,12 +141,23 @@ fn state(plan: &Plan) -> Vec<Line> {
     lines
 }
 
-fn downtime(prediction: &Prediction) -> String {
-    let likely = figure::ms(prediction.downtime_ms);
-    match prediction.downtime_at_most_ms {
-        Some(most) => format!("{likely} (at most {})", figure::ms(Some(most))),
-        None => likely,
-    }
+/// Explains the ranges, if there are any.
+fn likelihood(prediction: &Prediction) -> Option<String> {
+    let Prediction {
+        link_bytes,
+        likelihood_percent,
+        learned_from,
+        ..
+    } = prediction;
+    link_bytes.as_ref()?;
+    let learned = match learned_from {
+        0 => "without an earlier move to learn from".to_owned(),
+        1 => "corrected by 1 earlier move".to_owned(),
+        count => format!("corrected by {count} earlier moves"),
+    };
+    Some(format!(
+        "{likelihood_percent} of 100 moves are inside each range; {learned}"
+    ))
 }
 
 fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
@@ -159,9 +170,9 @@ fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
     let figures = |prediction: &Prediction| {
         [
             figure::strategy(prediction.strategy).to_owned(),
-            figure::bytes(prediction.link_bytes),
-            figure::ms(prediction.total_ms),
-            downtime(prediction),
+            figure::range(prediction.link_bytes, |bytes| figure::bytes(Some(bytes))),
+            figure::range(prediction.total_ms, |time_ms| figure::ms(Some(time_ms))),
+            figure::range(prediction.downtime_ms, |time_ms| figure::ms(Some(time_ms))),
         ]
     };
     let taken: usize = (0..4)
@@ -202,8 +213,12 @@ fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
                 );
             }
         }
-        if let Some(note) = &prediction.note {
-            let pieces = wrap(note, width.saturating_sub(4).max(20));
+        if let Some(text) = likelihood(prediction) {
+            let pieces = wrap(&text, width.saturating_sub(4).max(20)).into_iter();
+            below.extend(pieces.map(|text| Line::text(format!("  {text}"))));
+        }
+        for warning in prediction.stalls.iter().chain(&prediction.note) {
+            let pieces = wrap(warning, width.saturating_sub(4).max(20));
             below.extend(pieces.into_iter().enumerate().map(|(index, text)| {
                 Line::default()
                     .tone(Tone::Warn, if index == 0 { "! " } else { "  " })
