@@ -24,7 +24,12 @@ const AFTER_S: Guess = Guess::new(0.15, 0.6);
 /// Round trips in it.
 const AFTER_ROUND_TRIPS: f64 = 2.0;
 /// Duration of a stop without the last blocks and round trips, in seconds.
-const SWITCHOVER_S: Guess = Guess::new(0.09, 0.35);
+const SWITCHOVER_S: Guess = Guess::new(0.1, 0.45);
+/// Bytes on the wire for each byte of frames: headers of QUIC, UDP and IP, and acknowledgements.
+const WIRE: f64 = 1.05;
+/// The spread of the bytes of content, besides that of its sample: frames of a move are compressed
+/// by what the link and the encoder are at that moment.
+const CONTENT_SPREAD: f64 = 0.08;
 /// The smallest spread of a link's measured rate: links change from minute to minute.
 const RATE_SPREAD_MIN: f64 = 0.06;
 /// The part of a returning guest's content that its destination lacks, if it has not said.
@@ -166,7 +171,11 @@ fn inputs(asking: &Asking) -> Option<(Inputs, f64)> {
     let content = asking.disks.map_or(memory, |disks| memory.and(disks));
     let rtt_s = asking.rtt.unwrap_or_default().as_secs_f64();
     let guess = Guess::between(rate.low, rate.likely, rate.high);
-    let rate = Guess::new(guess.likely, guess.spread.max(RATE_SPREAD_MIN));
+    let rate = Guess::new(guess.likely * WIRE, guess.spread.max(RATE_SPREAD_MIN));
+    let on_wire = |bytes: Guess| {
+        let spread = bytes.spread.hypot(CONTENT_SPREAD);
+        Guess::new(bytes.likely * WIRE, spread)
+    };
     let in_flight = rate.likely * rtt_s;
     let doublings = (in_flight / FIRST_WINDOW_BYTES).max(1.0).log2();
     let later = |guess: Guess, round_trips: f64| Guess {
@@ -195,14 +204,15 @@ fn inputs(asking: &Asking) -> Option<(Inputs, f64)> {
         Some(rate) => Guess::new(rate as f64, WRITTEN_SPREAD),
     };
     let inputs = Inputs {
-        memory_bytes: memory.sent_bytes,
+        memory_bytes: on_wire(memory.sent_bytes),
         disk_bytes: asking
             .disks
-            .map_or(Guess::exactly(0.0), |disks| disks.sent_bytes),
+            .map_or(Guess::exactly(0.0), |disks| on_wire(disks.sent_bytes)),
         missing_share,
         work_s: Guess::new(content.work_s, 0.3),
         rate,
         before_s: later(BEFORE_S, BEFORE_ROUND_TRIPS),
+        round_trip_s: rtt_s,
         // What is sent while the link fills is worth one round trip.
         ramp_s: (doublings - 1.0).max(0.0) * rtt_s,
         launch_s: later(LAUNCH_S, 1.0),

@@ -18,6 +18,12 @@ pub(crate) fn range(range: Option<PredictedRange>, show: impl Fn(u64) -> String)
         || UNKNOWN.to_owned(),
         |PredictedRange { low, likely, high }| {
             let [low, likely, high] = [low, likely, high].map(show);
+            // One unit is enough for both ends.
+            let ends = low.split_once(' ').zip(high.split_once(' '));
+            let low = match ends {
+                Some(((low, unit), (_, same))) if unit == same => low,
+                _ => &low,
+            };
             format!("{likely} ({low} to {high})")
         },
     )

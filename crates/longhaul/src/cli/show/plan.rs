@@ -164,8 +164,9 @@ fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
     let wide = width >= WIDE;
     let dies = format!("if {} dies", plan.source);
     let mut names = vec!["strategy", "data", "time", "downtime"];
-    if wide {
-        names.extend(["if the link breaks", &dies]);
+    match wide {
+        true => names.extend(["if the link breaks", &dies]),
+        false => names = vec!["strategy", "", "predicted"],
     }
     let figures = |prediction: &Prediction| {
         [
@@ -175,7 +176,7 @@ fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
             figure::range(prediction.downtime_ms, |time_ms| figure::ms(Some(time_ms))),
         ]
     };
-    let taken: usize = (0..4)
+    let taken: usize = (0..4.min(names.len()))
         .map(|index| {
             let cells = plan.predictions.iter().map(|p| columns(&figures(p)[index]));
             cells.chain([columns(names[index])]).max().unwrap_or(0) + 3
@@ -185,14 +186,13 @@ fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
     let mut rows = vec![head(&names)];
     let mut below: Vec<Line> = Vec::new();
     for prediction in &plan.predictions {
-        let mut cells: Vec<Line> = figures(prediction).into_iter().map(Line::text).collect();
+        let [strategy, data, time, downtime] = figures(prediction).map(Line::text);
         let breaks = wrap(&prediction.if_link_breaks, room.max(20));
         let dead = wrap(&prediction.if_source_dies, room.max(20));
         if wide {
+            let mut cells = vec![strategy, data, time, downtime];
             cells.extend([&breaks, &dead].map(|text| Line::text(text[0].clone())));
-        }
-        rows.push(cells);
-        if wide {
+            rows.push(cells);
             for index in 1..breaks.len().max(dead.len()) {
                 let mut cells = vec![Line::default(); 4];
                 let piece = |text: &[String]| text.get(index).cloned().unwrap_or_default();
@@ -200,6 +200,10 @@ fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
                 rows.push(cells);
             }
         } else {
+            let empty = Line::default;
+            rows.push(vec![strategy, Line::text("data"), data]);
+            rows.push(vec![empty(), Line::text("time"), time]);
+            rows.push(vec![empty(), Line::text("downtime"), downtime]);
             for (what, text) in [
                 ("if the link breaks", &prediction.if_link_breaks),
                 (dies.as_str(), &prediction.if_source_dies),

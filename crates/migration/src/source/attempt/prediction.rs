@@ -15,6 +15,12 @@ const PREDICTED_WITHIN: Duration = Duration::from_secs(2);
 const PREDICTED_ROUND_TRIPS: u32 = 10;
 /// Number of digests that the destination answers before a prediction is made.
 const ANSWERS_MIN: u64 = 512;
+/// Time for which a rate must have been used before it counts, in seconds.
+const KNOWN_AFTER_S: f64 = 0.5;
+/// A rate below this part of the one known from before counts when as much has been sent as the
+/// latter carries in [`SLOWER_AFTER_S`].
+const SLOWER: f64 = 0.7;
+const SLOWER_AFTER_S: f64 = 2.0;
 /// Factors to the likely rate of a link whose rate still grows.
 const GROWING: [f64; 3] = [0.9, 1.5, 3.0];
 /// The ends of the remaining time relative to its middle, if no prediction was made.
@@ -26,7 +32,17 @@ impl SourceAttempt {
     /// Returns the rate of the link, in bytes per second: that of this move, or that known from
     /// before.
     fn rate_known(&self) -> Option<LinkRate> {
-        let rate = self.gauge.known().or(self.task.known_rate)?;
+        let sent = self.wire_bytes_now().0 as f64;
+        let before = self.task.known_rate;
+        // A move that begins with digests fills no link. So a rate counts when it has carried
+        // something, and one far below that known from before when it has carried more.
+        let counts = |now: &LinkRate| match before {
+            Some(before) if now.likely < SLOWER * before.likely => {
+                sent > before.likely * SLOWER_AFTER_S
+            }
+            _ => sent > now.likely * KNOWN_AFTER_S,
+        };
+        let rate = self.gauge.known().filter(counts).or(before)?;
         let limit = self
             .limit_bps()
             .map_or(f64::INFINITY, |limit| limit as f64 / 8.0);
@@ -114,7 +130,7 @@ impl SourceAttempt {
         self.entry()
             .report_with(|report| report.judged = report.judge());
         let report = self.entry().report();
-        if let Some(rate) = self.gauge.known() {
+        if let Some(rate) = self.rate_known().filter(|_| self.limit_bps().is_none()) {
             self.task.source.note_link(&self.task.host, rate);
         }
         let learn = self.predicted.as_ref().and_then(|it| it.learn.clone());
