@@ -44,8 +44,8 @@
 //! with or without such files. `QueryPorts` asks for all of that: ports, files, room for disks,
 //! whether the destination knows a newer copy of the guest, and whether it reaches the arbiter.
 //!
-//! A plan of a move asks by `QueryKnown` how much of a sample of the guest's content the destination
-//! has already.
+//! A plan of a move asks by `QueryKnown` how much of a sample of the guest's content the
+//! destination has already.
 //!
 //! If the realm has an arbiter, the source sends `Arbiter` after `Start`, and the destination
 //! answers with `Arbiter`. A `CommitWithLease` takes effect when the destination has the lease.

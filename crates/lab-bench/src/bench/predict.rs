@@ -1,4 +1,4 @@
-//! Implements `lab bench predict`: the ranges that plans and moves predict, and what the moves cost.
+//! Implements `lab bench predict`: the ranges that plans and moves predict, and the results.
 
 use super::document::{Document, Sense, median};
 use super::{Bench, Options};

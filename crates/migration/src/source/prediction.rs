@@ -34,8 +34,9 @@ const CONTENT_SPREAD: f64 = 0.08;
 const RATE_SPREAD_MIN: f64 = 0.06;
 /// The part of a returning guest's content that its destination lacks, if it has not said.
 const MISSING_UNKNOWN: Guess = Guess::new(0.5, 0.7);
-/// The spread of that part, once the destination has answered digests.
-const MISSING_SPREAD: f64 = 0.35;
+/// The spread of that part, once the destination has answered digests: those that a move begins
+/// with are of blocks that change seldom.
+const MISSING_SPREAD: f64 = 0.6;
 /// Bytes of a block that travels as a digest, with its part of an entry.
 const DIGEST_BYTES: f64 = 18.0;
 /// The bytes that a rewritten page takes on the link, relative to a page sent for the first time:
@@ -266,7 +267,7 @@ fn stalls(asking: &Asking) -> Option<String> {
     };
     Some(format!(
         "{when}{downtime} downtime is the time for which QEMU is stopped; after it {guest} waits \
-         {each} for each page that it needs and that is not there yet; how long it stands still in \
+         {each} for each page that it needs and that is not there yet; how long it waits in \
          all is not predicted, and may be longer than the requested downtime"
     ))
 }
