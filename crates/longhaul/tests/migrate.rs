@@ -224,6 +224,7 @@ fn report() -> Report {
         outcome: Some(Outcome::Completed),
         reason: None,
         predicted: None,
+        judged: None,
         link_bytes: Some(38 << 20),
         link_bytes_back: None,
         memory_bytes: Some(37 << 20),
