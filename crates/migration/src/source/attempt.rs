@@ -14,7 +14,6 @@
 mod drain;
 mod handover;
 mod launch_wait;
-mod prediction;
 mod progress;
 mod switchover;
 
@@ -29,10 +28,9 @@ use crate::source::attempt::switchover::Disks;
 use crate::source::companion::Companions;
 use crate::source::connect::{self, Dial, Dialled, Session, dialled, next_message};
 use crate::source::drain::Drain;
-use crate::source::prediction::{Look, Predicted};
+use crate::source::plan::Look;
 use crate::source::qemu::{SourceQemu, Stopped};
 use crate::source::retained_qemu::RetainedQemu;
-use crate::source::sample::Sampled;
 use crate::source::sender::{Line, SendError, Sending};
 use crate::source::verify::{Comparison, Next};
 use crate::status::in_doubt::record_of;
@@ -47,7 +45,6 @@ use longhaul_engine::stop::StopReason;
 use longhaul_hypervisor::memory::Event;
 use longhaul_protocol::Epoch;
 use longhaul_protocol::message::{AttemptState, Offer, Summary, ToDestination, ToSource};
-use longhaul_transport::{LinkGauge, LinkRate};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -82,14 +79,10 @@ pub(crate) struct Task {
     pub(crate) downtime: Duration,
     /// Findings about the guest's memory. They are complete when the channel is closed.
     pub(crate) look: watch::Receiver<Look>,
-    /// Its disks, by a sample; `None` if none moves.
-    pub(crate) sampled_disks: Option<Sampled>,
-    /// Whether the destination may have content of the guest.
-    pub(crate) keeps: bool,
-    /// Whether memory may follow the guest.
-    pub(crate) may_follow: bool,
-    /// Rate of the link known from before, in bytes per second.
-    pub(crate) known_rate: Option<LinkRate>,
+    /// Estimate of the bytes of its disks that travel.
+    pub(crate) disk_bytes: u64,
+    /// Throughput of the link known from before, in bytes per second.
+    pub(crate) known_rate: Option<f64>,
     /// This move's share of the bandwidth for all moves.
     pub(crate) share: Share,
     pub(crate) reservation: Reservation,
@@ -130,9 +123,7 @@ pub(crate) struct SourceAttempt {
     failing: Option<ApiError>,
     failure: Option<ApiError>,
     summary: Option<Summary>,
-    /// The rate of the link in this move, in bytes per second.
-    gauge: LinkGauge,
-    predicted: Option<Predicted>,
+    predicted: bool,
     /// Whether the strategy of the memory was judged by how fast the guest writes.
     judged: bool,
     /// The drain of the disks, once the guest runs at the destination.
@@ -207,8 +198,7 @@ impl SourceAttempt {
             failing: None,
             failure: None,
             summary: None,
-            gauge: LinkGauge::default(),
-            predicted: None,
+            predicted: false,
             judged: false,
             draining: None,
             committed_at: None,
@@ -368,7 +358,6 @@ impl SourceAttempt {
                 && queued_bytes > stats.window_bytes / 2
             {
                 context.note_link_rate(host, possible);
-                self.gauge.add(now, stats.rtt, possible);
             }
             let limit = self.limit_bps().map(|limit| limit as f64 / 8.0);
             if let Some(rate) = context.link_rate(host).or(possible) {
