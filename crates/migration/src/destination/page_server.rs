@@ -6,13 +6,13 @@
 //! STATE/following/GUEST.pages.log   its log
 //! ```
 
+use crate::disks::export_notes::remove_if_there;
 use crate::disks::export_process::own_program;
 use crate::disks::exports::random_name;
 use crate::host::memory_notes::{self, ArrivingNote, MemoryNote};
 use longhaul_hypervisor::helper::Helper;
 use longhaul_hypervisor::memory::PageServer;
 use longhaul_protocol::MigrationId;
-use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -41,13 +41,6 @@ pub(crate) fn socket(state: &Path, guest: &str) -> PathBuf {
 
 fn file(state: &Path, guest: &str, ending: &str) -> PathBuf {
     memory_notes::folder(state).join(format!("{guest}.{ending}"))
-}
-
-fn remove_if_there(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
 }
 
 impl Started {
@@ -123,26 +116,22 @@ pub(crate) fn sweep(state: &Path) -> io::Result<()> {
     };
     for entry in entries {
         let path = entry?.path();
-        let ends_with = |ending: &str| {
-            let mut dotted = OsString::from(".");
-            dotted.push(ending);
-            path.as_os_str()
-                .as_encoded_bytes()
-                .ends_with(dotted.as_encoded_bytes())
+        let has_log = path.extension().is_some_and(|of| of == "log");
+        let socket = match has_log {
+            true => path.with_extension(""),
+            false => path.clone(),
         };
-        let (socket, is_log) = match ends_with(LOG) {
-            true => (path.with_extension(""), true),
-            false if ends_with(SOCKET) => (path.clone(), false),
-            false => continue,
-        };
+        if socket.extension().is_none_or(|of| of != SOCKET) {
+            continue;
+        }
         let noted = socket.with_extension(ArrivingNote::ENDING).exists();
         let is_dead = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
         let dead = match UnixStream::connect(&socket) {
             Ok(_) => false,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => is_log,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => has_log,
             Err(error) => is_dead(error),
         };
-        if dead && !(is_log && noted) {
+        if dead && !(has_log && noted) {
             remove_if_there(&path)?;
         }
     }

@@ -291,10 +291,7 @@ pub(crate) fn remove_stray_logs<N: ExportNote>(state: &Path) -> io::Result<()> {
 /// Removes the files that identify an export's image.
 pub(crate) fn forget(export: &Path) -> io::Result<()> {
     for what in [CONTENT, ACCEPT] {
-        match fs::remove_file(beside(export, what)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
+        remove_if_there(&beside(export, what))?;
     }
     Ok(())
 }
@@ -307,7 +304,8 @@ pub(crate) fn beside(export: &Path, what: &str) -> PathBuf {
     PathBuf::from(path)
 }
 
-fn remove_if_there(file: &Path) -> io::Result<()> {
+/// Removes a file, unless it is gone already.
+pub(crate) fn remove_if_there(file: &Path) -> io::Result<()> {
     match fs::remove_file(file) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),

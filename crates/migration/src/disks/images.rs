@@ -8,6 +8,7 @@
 //! removed if it says that the guest does not come.
 
 use crate::context::Context;
+use crate::disks::export_notes::remove_if_there;
 use crate::disks::exports;
 use crate::disks::fate::{Fate, fate};
 pub(crate) use crate::disks::fate::{invalid, refused};
@@ -624,14 +625,10 @@ fn migration_of(name: &str) -> io::Result<MigrationId> {
 
 impl Made {
     fn remove(&self) -> io::Result<()> {
-        let remove = |path: &Path| match fs::remove_file(path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        };
-        remove(&self.fresh)?;
+        remove_if_there(&self.fresh)?;
         match fs::symlink_metadata(&self.path) {
             // Another file of this name was not created here.
-            Ok(file) if Some((file.dev(), file.ino())) == self.file => remove(&self.path),
+            Ok(file) if Some((file.dev(), file.ino())) == self.file => remove_if_there(&self.path),
             _ => Ok(()),
         }
     }
