@@ -9,8 +9,8 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
 use std::ops::Range;
 use std::time::Duration;
 
-/// Limit on the queue beyond the link's own window of blocks that a stopped guest's writes, or its
-/// stop, would wait behind.
+/// Limit on the queue beyond the link's own window. Writes that the guest waits for stand behind
+/// this queue, as does what travels while it is stopped.
 const QUEUE: Duration = Duration::from_millis(20);
 /// The time for which the link carries a frame of blocks that the guest does not wait for.
 const FRAME: Duration = Duration::from_millis(3);

@@ -45,9 +45,9 @@ const READ_BYTES: usize = 256 << 10;
 pub enum End {
     /// There is no QEMU, and no agent.
     Unused,
-    /// QEMU has closed its socket; so many pages were missing.
+    /// QEMU has closed its socket.
     QemuClosed {
-        /// The number of missing pages.
+        /// The number of pages that were missing then.
         missing: u64,
     },
 }
