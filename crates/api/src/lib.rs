@@ -42,14 +42,14 @@ pub use migration::{
 };
 pub use openapi::{openapi, openapi_text};
 pub use operation::{Method, Operation};
-pub use plan::{Check, Plan, PlanRequest, Prediction, Verdict};
+pub use plan::{Check, Judgement, Plan, PlanRequest, PredictedRange, Prediction, Verdict};
 pub use realm::{
     HostPath, JoinRealm, PathKind, Realm, RealmGateway, RealmMember, RealmNetwork, RealmServer,
     RealmStanding, RealmStatus,
 };
 pub use report::{
     BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,
-    KeptMemoryReport, PhaseTime, Report, VerifyResult,
+    Judgements, KeptMemoryReport, PhaseTime, Report, VerifyResult,
 };
 pub use tracked_writes::{TrackedDisk, TrackedWrites, Tracking};
 

@@ -5,6 +5,7 @@ use crate::disks::{BaseChoice, DiskChoice};
 use crate::doubt::Doubt;
 use crate::encoding::Encoding;
 use crate::error::ApiError;
+use crate::plan::PredictedRange;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -102,8 +103,9 @@ pub enum Strategy {
     /// All of it is sent once before the switchover. What the guest has written since then follows
     /// while it runs at the destination: pages that it waits for first.
     Hybrid,
-    /// The guest is stopped at once. All of its memory follows while it runs at the destination:
-    /// pages that it waits for first.
+    /// The guest is stopped as soon as the destination can take it. Until then its memory is sent
+    /// as fast as the link carries. The rest follows while it runs at the destination: pages that
+    /// it waits for first.
     Postcopy,
     /// As `precopy`. If the guest writes too fast for the downtime, the rest of its memory follows,
     /// where that is possible.
@@ -333,8 +335,10 @@ pub struct Progress {
     /// blocks; null without one.
     #[serde(default)]
     pub trouble: Option<String>,
-    /// Estimated time until the guest runs at the destination, in milliseconds.
-    pub remaining_ms: Option<u64>,
+    /// Estimated time until everything is sent, in milliseconds; null while the rate of the link is
+    /// not known.
+    #[serde(deserialize_with = "crate::plan::range_or_figure")]
+    pub remaining_ms: Option<PredictedRange>,
     /// Outcome; null while the migration is under way.
     pub outcome: Option<Outcome>,
     /// Reason for the outcome, and the guest's location; null if the migration completed or is

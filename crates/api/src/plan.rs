@@ -3,7 +3,7 @@
 use crate::convergence::Convergence;
 use crate::migration::{Asked, Strategy};
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// A migration to plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -124,23 +124,131 @@ impl Check {
     }
 }
 
-/// The predicted cost and risk of a strategy.
+/// A predicted figure as a range. `likely` is its middle: the figure is expected to be above it as
+/// often as below.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct PredictedRange {
+    /// Lower end.
+    pub low: u64,
+    /// Middle.
+    pub likely: u64,
+    /// Upper end.
+    pub high: u64,
+}
+
+/// How a figure compares with the range that was predicted for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Judgement {
+    /// The figure lies in the range, ends included.
+    Inside,
+    /// The figure is below the range.
+    Below,
+    /// The figure is above the range.
+    Above,
+}
+
+impl PredictedRange {
+    /// Compares a figure with the range.
+    pub fn judge(&self, figure: u64) -> Judgement {
+        match figure {
+            figure if figure < self.low => Judgement::Below,
+            figure if figure > self.high => Judgement::Above,
+            _ => Judgement::Inside,
+        }
+    }
+}
+
+/// The predicted cost and risk of a strategy. Each figure is null if nothing is known about it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Prediction {
     /// Strategy.
     pub strategy: Strategy,
+    /// How likely each figure lies in its range, in percent.
+    #[serde(default)]
+    pub likelihood_percent: u8,
     /// Number of bytes over the link to the destination.
-    pub link_bytes: Option<u64>,
+    #[serde(deserialize_with = "range_or_figure")]
+    pub link_bytes: Option<PredictedRange>,
     /// Time from the start to the end, in milliseconds.
-    pub total_ms: Option<u64>,
-    /// Downtime, in milliseconds.
-    pub downtime_ms: Option<u64>,
-    /// Upper bound of the downtime, in milliseconds.
-    pub downtime_at_most_ms: Option<u64>,
+    #[serde(deserialize_with = "range_or_figure")]
+    pub total_ms: Option<PredictedRange>,
+    /// Downtime, in milliseconds: the time for which QEMU is stopped.
+    #[serde(deserialize_with = "range_or_figure")]
+    pub downtime_ms: Option<PredictedRange>,
+    /// What the guest may wait for after the switchover, as text; null if all of its memory is at
+    /// the destination by then.
+    #[serde(default)]
+    pub stalls: Option<String>,
+    /// Number of earlier moves by whose outcomes the ranges are corrected.
+    #[serde(default)]
+    pub learned_from: u32,
     /// Consequence of an interruption of the link that is longer than `patience_ms`, as text.
     pub if_link_breaks: String,
     /// Consequence of a failure of the source, as text.
     pub if_source_dies: String,
     /// Warning, such as that the guest writes faster than the link carries; null without one.
     pub note: Option<String>,
+}
+
+/// Reads a range, or the single figure of an earlier agent.
+pub(crate) fn range_or_figure<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<PredictedRange>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Stored {
+        Range(PredictedRange),
+        Figure(u64),
+    }
+    let stored = Option::<Stored>::deserialize(deserializer)?;
+    Ok(stored.map(|stored| match stored {
+        Stored::Range(range) => range,
+        Stored::Figure(figure) => PredictedRange {
+            low: figure,
+            likely: figure,
+            high: figure,
+        },
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_figure_at_an_end_of_a_range_is_inside() {
+        let range = PredictedRange {
+            low: 10,
+            likely: 15,
+            high: 20,
+        };
+        let judged = [9, 10, 20, 21].map(|figure| range.judge(figure));
+        assert_eq!(
+            judged,
+            [
+                Judgement::Below,
+                Judgement::Inside,
+                Judgement::Inside,
+                Judgement::Above
+            ]
+        );
+    }
+
+    #[test]
+    fn a_report_of_an_earlier_agent_has_single_figures() {
+        let text = r#"{"strategy": "precopy", "link_bytes": 7, "total_ms": null,
+            "downtime_ms": 3, "downtime_at_most_ms": 9, "if_link_breaks": "", "if_source_dies": "",
+            "note": null}"#;
+        let old: Prediction = serde_json::from_str(text).unwrap();
+        let figure = |figure| PredictedRange {
+            low: figure,
+            likely: figure,
+            high: figure,
+        };
+        assert_eq!(old.link_bytes, Some(figure(7)));
+        assert_eq!((old.total_ms, old.downtime_ms), (None, Some(figure(3))));
+        let text = serde_json::to_string(&old).unwrap();
+        assert_eq!(serde_json::from_str::<Prediction>(&text).unwrap(), old);
+    }
 }

@@ -4,7 +4,7 @@ use crate::convergence::StopChoice;
 use crate::disks::{BaseChoice, DiskChoice};
 use crate::error::ApiError;
 use crate::migration::{Asked, Outcome, Phase, Side, Strategy};
-use crate::plan::Prediction;
+use crate::plan::{Judgement, PredictedRange, Prediction};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -38,8 +38,11 @@ pub struct Report {
     /// Reason for the outcome, and the guest's location; null if the migration completed or is
     /// under way.
     pub reason: Option<ApiError>,
-    /// Prediction at the start.
+    /// Prediction, made while the move began.
     pub predicted: Option<Prediction>,
+    /// Whether the figures of a completed move lie in the predicted ranges; null before.
+    #[serde(default)]
+    pub judged: Option<Judgements>,
     /// Number of bytes sent over the link to the destination.
     pub link_bytes: Option<u64>,
     /// Number of bytes sent over the link back to the source.
@@ -92,6 +95,32 @@ pub struct Report {
     /// Memory of the guest that this host has cached for its return; null if it cached none.
     #[serde(default)]
     pub kept_memory: Option<KeptMemoryReport>,
+}
+
+/// The figures of a move against the ranges predicted for them; null where there was none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Judgements {
+    /// `link_bytes`.
+    pub link_bytes: Option<Judgement>,
+    /// `total_ms`.
+    pub total_ms: Option<Judgement>,
+    /// `downtime_ms`.
+    pub downtime_ms: Option<Judgement>,
+}
+
+impl Report {
+    /// Compares the figures with the ranges predicted for them.
+    pub fn judge(&self) -> Option<Judgements> {
+        let predicted = self.predicted.as_ref()?;
+        let judge =
+            |range: Option<PredictedRange>, figure: Option<u64>| Some(range?.judge(figure?));
+        let downtime_ms = self.downtime_ms.map(|time_ms| time_ms.round() as u64);
+        Some(Judgements {
+            link_bytes: judge(predicted.link_bytes, self.link_bytes),
+            total_ms: judge(predicted.total_ms, self.total_ms),
+            downtime_ms: judge(predicted.downtime_ms, downtime_ms),
+        })
+    }
 }
 
 /// The cached memory of a guest that left.

@@ -8,6 +8,7 @@ pub mod choose;
 pub mod chunk;
 mod content_index;
 pub mod destination;
+pub mod forecast;
 pub mod gang;
 pub mod handover;
 mod overwriting;

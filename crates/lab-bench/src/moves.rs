@@ -7,6 +7,7 @@ use crate::clients::{Clients, Responses, Seen};
 use crate::measure::{self, Observed, ProcessMeter, Stalls, Switched, Used};
 use crate::peer::{PeerMove, PeerSystem};
 use crate::warm::{self, Warm};
+use longhaul_api::PredictedRange;
 use longhaul_lab::arena::{Arena, ArenaError, Workload};
 use longhaul_lab::error::{During, LabError};
 use longhaul_lab::guest::KernelFiles;
@@ -197,14 +198,14 @@ pub struct Parameters {
     pub guest_memory_bytes: u64,
 }
 
-/// The predictions.
+/// The predictions, by the middles of their ranges.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Predicted {
     /// Time of the whole move.
     pub total_ms: Option<f64>,
     /// Downtime.
     pub downtime_ms: Option<f64>,
-    /// The upper bound of the downtime.
+    /// The upper end of the downtime's range.
     pub downtime_at_most_ms: Option<f64>,
     /// Bytes over the link.
     pub link_bytes: Option<u64>,
@@ -321,12 +322,13 @@ impl<P> MoveRow<P> {
         self.disk_bytes = report.disk_bytes;
         self.passes = report.passes.map(u64::from);
         if let Some(predicted) = &report.predicted {
-            let number = |number: Option<u64>| number.map(|number| number as f64);
+            let likely = |range: Option<PredictedRange>| range.map(|range| range.likely as f64);
+            let downtime = predicted.downtime_ms;
             self.predicted = Predicted {
-                total_ms: number(predicted.total_ms),
-                downtime_ms: number(predicted.downtime_ms),
-                downtime_at_most_ms: number(predicted.downtime_at_most_ms),
-                link_bytes: predicted.link_bytes,
+                total_ms: likely(predicted.total_ms),
+                downtime_ms: likely(downtime),
+                downtime_at_most_ms: downtime.map(|range| range.high as f64),
+                link_bytes: predicted.link_bytes.map(|range| range.likely),
             };
         }
     }

@@ -199,7 +199,11 @@ fn progress(phase: Phase, outcome: Option<Outcome>) -> Progress {
         outpaced: None,
         awaits_bases: false,
         trouble: None,
-        remaining_ms: moves.then_some(3_000),
+        remaining_ms: moves.then_some(PredictedRange {
+            low: 2_000,
+            likely: 3_000,
+            high: 5_000,
+        }),
         outcome,
         reason: None,
     }
@@ -220,6 +224,7 @@ fn report() -> Report {
         outcome: Some(Outcome::Completed),
         reason: None,
         predicted: None,
+        judged: None,
         link_bytes: Some(38 << 20),
         link_bytes_back: None,
         memory_bytes: Some(37 << 20),

@@ -12,10 +12,12 @@ use crate::limits::allowances::Allowances;
 use crate::limits::bandwidth::Throttle;
 use crate::limits::shared_dedup::Gangs;
 use crate::status::archive::Archive;
+use crate::status::predictions::Predictions;
 use crate::status::registry::{Registry, Taken};
+use longhaul_api::{Outcome, Side};
 use longhaul_storage::same_file::Contents;
 use longhaul_storage::{Journals, Rights};
-use longhaul_transport::Endpoint;
+use longhaul_transport::{Endpoint, LinkRate};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
@@ -51,6 +53,9 @@ pub(crate) struct Context {
     pub(crate) contents: Arc<Contents>,
     /// The measured rate of the link to each host, in bytes per second.
     pub(crate) rates: Mutex<HashMap<String, f64>>,
+    /// The same as a range, of links whose rate no longer grew when it was measured last.
+    pub(crate) links: Mutex<HashMap<String, LinkRate>>,
+    pub(crate) predictions: Predictions,
 }
 
 impl Context {
@@ -62,6 +67,28 @@ impl Context {
     /// Adds a measurement of a saturated link to a host, in bytes per second.
     pub(crate) fn note_link_rate(&self, host: &str, bytes_per_s: f64) {
         note_rate(&mut lock(&self.rates), host, bytes_per_s);
+    }
+
+    /// Returns the latest known rate of the link to a host, in bytes per second.
+    pub(crate) fn link(&self, host: &str) -> Option<LinkRate> {
+        lock(&self.links).get(host).copied()
+    }
+
+    /// Records the known rate of the link to a host, in bytes per second.
+    pub(crate) fn note_link(&self, host: &str, rate: LinkRate) {
+        lock(&self.links).insert(host.to_owned(), rate);
+    }
+
+    /// Returns whether a guest came here from this host.
+    pub(crate) fn came_from(&self, guest: &str, host: &str) -> bool {
+        let entries = self.registry.list().into_iter();
+        let mut migrations = entries.map(|entry| entry.migration());
+        migrations.any(|it| {
+            it.guest == guest
+                && it.source == host
+                && it.side == Side::Destination
+                && it.outcome == Some(Outcome::Completed)
+        })
     }
 
     /// Returns this host's right to a guest, and the migration that the guest is in.

@@ -60,6 +60,7 @@ use crate::limits::bandwidth::Throttle;
 use crate::limits::shared_dedup::Gangs;
 use crate::source::Source;
 use crate::status::archive::Archive;
+use crate::status::predictions::Predictions;
 use crate::status::registry::Registry;
 use crate::status::{failure, in_doubt};
 use longhaul_api::{
@@ -136,6 +137,7 @@ impl Manager {
             .map_err(|error| cannot("read the reports", &error))?;
         kept.into_iter()
             .for_each(|entry| registry.add(Arc::new(entry)));
+        let predictions = Predictions::open(&parts.config.state);
         let context = Arc::new(Context {
             parts,
             endpoint,
@@ -153,6 +155,8 @@ impl Manager {
             coming: ComingExports::default(),
             contents: Arc::default(),
             rates: Mutex::default(),
+            links: Mutex::default(),
+            predictions,
         });
         let source = Arc::new(Source::new(context.clone(), companions::at_source));
         source.end_all_departed().await.map_err(|error| {

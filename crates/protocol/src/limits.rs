@@ -35,3 +35,5 @@ pub const FILES_MAX: usize = 128;
 pub const PATH_BYTES_MAX: usize = 4096;
 /// Most ranges of blocks in one message about wanted or superseded blocks.
 pub const RANGES_MAX: usize = 4096;
+/// The maximum number of blocks in a question about known content.
+pub const SAMPLES_MAX: usize = 1024;

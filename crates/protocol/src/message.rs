@@ -44,6 +44,9 @@
 //! with or without such files. `QueryPorts` asks for all of that: ports, files, room for disks,
 //! whether the destination knows a newer copy of the guest, and whether it reaches the arbiter.
 //!
+//! A plan of a move asks by `QueryKnown` how much of a sample of the guest's content the
+//! destination has already.
+//!
 //! If the realm has an arbiter, the source sends `Arbiter` after `Start`, and the destination
 //! answers with `Arbiter`. A `CommitWithLease` takes effect when the destination has the lease.
 //!
@@ -184,6 +187,9 @@ pub enum ToDestination {
         /// The store that gives the lease.
         store: StoreId,
     },
+    /// Asks how many of these blocks this host has from an earlier stay of the guest. Needs the
+    /// scope *send guests*: frames of a guest ask the same. From version 3 on.
+    QueryKnown(Box<KnownQuery>),
 }
 
 /// Known content at the destination in which blocks of an arriving guest may be found.
@@ -306,6 +312,11 @@ pub enum ToSource {
         /// Whether it does.
         reached: bool,
     },
+    /// The answer to [`ToDestination::QueryKnown`]. From version 3 on.
+    Known {
+        /// Number of the sampled blocks that are here.
+        found: u32,
+    },
 }
 
 /// The state of an attempt at the destination.
@@ -339,6 +350,26 @@ pub struct FilesQuery {
     pub query: Query,
     /// The files.
     pub files: Vec<FileClaim>,
+}
+
+/// A question about content of a guest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KnownQuery {
+    /// The guest as it would be offered. Its key is that of the digests.
+    pub offered: DisksOffer,
+    /// The blocks.
+    pub samples: Vec<SampledBlock>,
+}
+
+/// A block of a sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SampledBlock {
+    /// Its region.
+    pub region: RegionId,
+    /// Its number.
+    pub block: u64,
+    /// The digest of its content.
+    pub digest: [u8; 16],
 }
 
 /// The answer to a [`Query`].
@@ -557,5 +588,6 @@ mod tests {
         });
         is_in_page(&ToDestination::Arbiter { store });
         is_in_page(&ToSource::Arbiter { reached: true });
+        is_in_page(&ToSource::Known { found: 300 });
     }
 }

@@ -16,5 +16,7 @@ pub const VERSION_OF_HELD_FRAMES: u16 = 3;
 pub const VERSION_OF_FLOWS: u16 = 3;
 /// The first version in which a commit may need an arbiter's lease.
 pub const VERSION_OF_ARBITERS: u16 = 3;
+/// The first version in which a plan asks for content that the destination has.
+pub const VERSION_OF_KNOWN: u16 = 3;
 /// The first version in which a guest's memory may follow when it runs at the destination.
 pub const VERSION_OF_POSTCOPY: u16 = 3;

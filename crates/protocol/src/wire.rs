@@ -11,7 +11,7 @@ use crate::held_frames::{self, HeldFrames};
 use crate::limits::{
     ACKNOWLEDGED_MAX, CONTROL_MESSAGE_BYTES_MAX, CPU_PROPERTIES_MAX, DEVICE_STATE_BYTES_MAX,
     DEVICES_MAX, FILES_MAX, HOT_STRIPES_MAX, NAME_BYTES_MAX, PATH_BYTES_MAX, PRELUDE_BYTES_MAX,
-    RANGES_MAX, REGION_BLOCKS_MAX, REGIONS_MAX, REMAINING_MAX,
+    RANGES_MAX, REGION_BLOCKS_MAX, REGIONS_MAX, REMAINING_MAX, SAMPLES_MAX,
 };
 use crate::machine::Machine;
 use crate::message::{Acknowledgement, DisksOffer, FilesOffer, Offer, ToDestination, ToSource};
@@ -273,6 +273,11 @@ impl Message for ToDestination {
             Self::OfferFiles(offered) => {
                 offered.offer.check()?;
                 check_files(&offered.files)
+            }
+            Self::QueryKnown(asked) => {
+                asked.offered.check()?;
+                let count = asked.samples.len() as u64;
+                limit("the number of sampled blocks", count, SAMPLES_MAX as u64)
             }
             Self::QueryPorts(asked) => {
                 check_machine(&asked.asked.query.machine)?;

@@ -29,6 +29,7 @@ mod endpoint;
 mod error;
 mod files;
 mod framing;
+mod gauge;
 mod hello;
 mod identity;
 mod mux;
@@ -55,6 +56,7 @@ pub use endpoint::{
 };
 pub use error::{BulkError, ChannelError, CloseCode, ConnectError, LinkError};
 pub use files::write_atomic;
+pub use gauge::{LinkGauge, LinkRate};
 pub use hello::{
     HELLO_BODY_BYTES_MAX, HELLO_MAGIC, Hello, HelloError, Incompatible, SOFTWARE_BYTES_MAX,
 };

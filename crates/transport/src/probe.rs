@@ -6,6 +6,7 @@ use crate::bulk::{
 };
 use crate::endpoint::{Dial, Endpoint};
 use crate::error::{BulkError, CloseCode, ConnectError, LinkError};
+use crate::gauge::{LinkGauge, LinkRate};
 use crate::rate::RateLimit;
 use crate::stun::Reflexive;
 use crate::tls::ALPN_BULK;
@@ -34,6 +35,8 @@ pub struct ProbeConfig {
     pub bandwidth_bps: Option<u64>,
     /// The number of streams.
     pub streams: u8,
+    /// Whether to end as soon as the rate is known, before `duration` is over.
+    pub until_known: bool,
 }
 
 impl Default for ProbeConfig {
@@ -42,6 +45,7 @@ impl Default for ProbeConfig {
             duration: Duration::from_secs(5),
             bandwidth_bps: None,
             streams: 16,
+            until_known: false,
         }
     }
 }
@@ -68,6 +72,8 @@ pub struct ProbeReport {
     pub throughput_bps: u64,
     /// The same over the second half of the time alone.
     pub throughput_late_bps: u64,
+    /// The rate of the link in frame bits per second; `None` if it still grew at the end.
+    pub rate_bps: Option<LinkRate>,
     /// Bits per second on the wire, headers and lost packets included.
     pub wire_bps: u64,
     /// Packets found lost, as a share of those sent.
@@ -137,7 +143,7 @@ impl Endpoint {
         let measured = tokio::select! {
             biased;
             never = ask => match never {},
-            measured = measure(&sender, config.duration, watch) => measured,
+            measured = measure(&sender, config, watch) => measured,
         };
         sender.close(CloseCode::Done, "measured");
         Ok(ProbeReport {
@@ -150,7 +156,7 @@ impl Endpoint {
 /// Sends for the given time and reads the receiver's reports.
 async fn measure(
     sender: &BulkSender,
-    duration: Duration,
+    config: ProbeConfig,
     mut watch: impl FnMut(ProbeSample),
 ) -> Result<ProbeReport, ProbeError> {
     let mut random = vec![0; RANDOM_BYTES];
@@ -161,7 +167,8 @@ async fn measure(
     let idle = sender.stats();
     let start = Instant::now();
     let mut reports: Vec<(Duration, u64)> = Vec::new();
-    let until = tokio::time::sleep(duration);
+    let mut gauge = LinkGauge::default();
+    let until = tokio::time::sleep(config.duration);
     tokio::pin!(until);
     let mut next = 0;
     loop {
@@ -170,7 +177,14 @@ async fn measure(
             report = sender.acknowledgement() => {
                 let report = report?.ok_or(ProbeError::NothingCounted)?;
                 let (at, bytes) = read_report(&report).ok_or(ProbeError::NothingCounted)?;
+                if let Some(before) = reports.last() {
+                    let rate = rate(*before, (at, bytes)) as f64;
+                    gauge.add(at, sender.stats().rtt, rate);
+                }
                 reports.push((at, bytes));
+                if config.until_known && gauge.known().is_some() {
+                    break;
+                }
                 watch(ProbeSample {
                     at: start.elapsed(),
                     bytes_received: bytes,
@@ -197,6 +211,7 @@ async fn measure(
         rtt_loaded: end.rtt,
         throughput_bps: rate((Duration::ZERO, 0), *last),
         throughput_late_bps: rate(*half, *last),
+        rate_bps: gauge.known(),
         wire_bps: ((end.wire_bytes_sent - idle.wire_bytes_sent) as f64 * 8.0 / elapsed) as u64,
         loss: lost as f64 / sent.max(1) as f64,
         reflexive: None,

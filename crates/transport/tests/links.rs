@@ -361,6 +361,7 @@ async fn a_measurement_counts_what_arrived_and_needs_permission() {
         duration: Duration::from_millis(500),
         bandwidth_bps: Some(80_000_000),
         streams: 4,
+        until_known: false,
     };
     let mut samples = 0;
     let report = alpha.endpoint.probe("beta", config, |_| samples += 1).await;

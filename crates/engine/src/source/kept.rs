@@ -70,6 +70,18 @@ impl Kept {
 }
 
 impl Source {
+    /// Returns how many of the blocks that were sent as digests the destination has found, and how
+    /// many it has not.
+    pub fn known_content(&self) -> (u64, u64) {
+        let kept = self
+            .regions
+            .iter()
+            .filter_map(|region| region.kept.as_ref());
+        kept.fold((0, 0), |(found, missing), kept| {
+            (found + kept.found, missing + kept.for_nothing)
+        })
+    }
+
     /// Records that the destination has content in which blocks of the region may be found.
     pub fn kept(&mut self, region: RegionId) -> Result<(), SourceError> {
         let region = self.region(region, BlockRange::new(0, 0))?;

@@ -309,8 +309,8 @@ impl GuestMemory {
         Ok(changed)
     }
 
-    /// Reads without recording.
-    pub(crate) fn look(
+    /// As [`Self::read`], without recording that the destination has the content.
+    pub fn look(
         &self,
         block: usize,
         ranges: &[BlockRange],

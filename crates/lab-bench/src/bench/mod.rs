@@ -9,6 +9,7 @@ mod iperf3;
 mod link;
 mod memory;
 mod network;
+mod predict;
 mod redundancy;
 
 use std::process::ExitCode;
@@ -115,6 +116,7 @@ pub const BENCHES: &[Bench] = &[
     link::BENCH,
     memory::BENCH,
     network::BENCH,
+    predict::BENCH,
     redundancy::BENCH,
     memory::back::BENCH,
     memory::strategies::BENCH,

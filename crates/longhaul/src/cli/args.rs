@@ -434,7 +434,8 @@ pub(crate) struct MigrateArgs {
     pub(crate) to: String,
     #[command(flatten)]
     pub(crate) wishes: Wishes,
-    /// Hash all memory and disks on both sides before the guest is handed over, and compare
+    /// Hash all memory and disks on both sides before the guest is handed over, and compare; memory
+    /// that follows the guest (`hybrid`, `postcopy`) is not compared
     #[arg(long)]
     pub(crate) verify: bool,
     /// How long to wait for the link when it breaks

@@ -60,9 +60,10 @@ pub(crate) async fn pass(
     first: &ToDestination,
 ) -> Result<bool, TalkError> {
     match first {
-        ToDestination::Query(_) | ToDestination::QueryFiles(_) | ToDestination::QueryPorts(_) => {
-            query(context, call).await
-        }
+        ToDestination::Query(_)
+        | ToDestination::QueryFiles(_)
+        | ToDestination::QueryPorts(_)
+        | ToDestination::QueryKnown(_) => query(context, call).await,
         &ToDestination::Resume {
             migration, attempt, ..
         }

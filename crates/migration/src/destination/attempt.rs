@@ -408,6 +408,7 @@ impl DestinationAttempt {
             | ToDestination::QueryFiles(_)
             | ToDestination::OfferFiles(_)
             | ToDestination::QueryPorts(_)
+            | ToDestination::QueryKnown(_)
             | ToDestination::OfferPorts(_)
             | ToDestination::Resume { .. }
             | ToDestination::Unreadable { .. }

@@ -3,6 +3,7 @@
 use crate::channel::{self, TalkError};
 use crate::destination::call::{Call, allows, may_send};
 use crate::destination::files::Bringing;
+use crate::destination::local_content::Kept;
 use crate::destination::recovered::{AnswerError, Attempts};
 use crate::destination::{Destination, admission, attempt, files};
 use crate::disks::{base_images, images};
@@ -13,8 +14,8 @@ use longhaul_overlay::seal::Suite;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{
-    ArbiterQuery, Check, DisksOffer, FilesOffer, FilesQuery, PortsOffer, PortsQuery, Query,
-    ToDestination, ToSource, Verdict,
+    ArbiterQuery, Check, DisksOffer, FilesOffer, FilesQuery, KnownQuery, PortsOffer, PortsQuery,
+    Query, ToDestination, ToSource, Verdict,
 };
 use longhaul_protocol::port;
 use longhaul_protocol::{AttemptId, Epoch, Generation};
@@ -152,6 +153,7 @@ async fn dispatch(
             };
             answer_files(&context, call, asked, &files).await
         }
+        ToDestination::QueryKnown(asked) => answer_known(&context, call, &asked),
         ToDestination::Offer(offer) => {
             let offered = (*offer, Vec::new(), Pulled::Nothing);
             attempt::receive(context, call, offered, None).await;
@@ -316,6 +318,34 @@ fn arbiter_check(context: &Destination, own: &str, asked: ArbiterQuery) -> Check
     }
 }
 
+/// Says how many blocks of a sample are here from an earlier stay of the guest.
+fn answer_known(
+    context: &Arc<Destination>,
+    mut call: Call,
+    asked: &KnownQuery,
+) -> Result<(), TalkError> {
+    if !allows(&call.control, Permission::SendGuests) {
+        let reason = "this host may not ask for content: its scope lacks `send`";
+        call.control.close(CloseCode::NotAllowed, reason);
+        return Ok(());
+    }
+    let DisksOffer { offer, disks } = &asked.offered;
+    let peer = call.control.peer().host.clone();
+    let found = block_in_place(|| {
+        // What an offer of this guest would be refused for, says nothing of its content either.
+        let refusals = peer_quota::outlook(context, &peer, &offer.guest, Some(offer.generation));
+        if !refusals.is_empty() {
+            return 0;
+        }
+        // Without places for its disks a move is refused, and a plan says so elsewhere.
+        let places = images::places(context, offer, disks).unwrap_or_default();
+        let memory = context.parts.kept_memory.as_ref();
+        let memory = memory.map(|memory| (memory.as_ref(), offer.guest.name.as_str()));
+        Kept::look(&offer.regions, &places, memory, None).count(asked)
+    });
+    call.sender.send(&ToSource::Known { found })
+}
+
 /// Passes on a source that has returned, with or without an epoch for blocks.
 async fn come_back(
     (context, recovered): (&Arc<Destination>, &Attempts),
@@ -402,5 +432,6 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::Flows(_) => "Flows",
         ToDestination::Arbiter { .. } => "Arbiter",
         ToDestination::CommitWithLease { .. } => "CommitWithLease",
+        ToDestination::QueryKnown(_) => "QueryKnown",
     }
 }

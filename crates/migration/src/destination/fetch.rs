@@ -432,6 +432,7 @@ impl Fetch {
             | ToDestination::QueryFiles(_)
             | ToDestination::OfferFiles(_)
             | ToDestination::QueryPorts(_)
+            | ToDestination::QueryKnown(_)
             | ToDestination::OfferPorts(_)
             | ToDestination::Resume { .. }
             | ToDestination::Ask { .. } => self.lose().await,

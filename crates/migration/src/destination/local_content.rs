@@ -7,8 +7,8 @@ use crate::disks::images::Place;
 use crate::host::content_index::Held;
 use crate::host::memory_cache::{KeptMemory, open_plain};
 use crate::host::set_aside::set_aside_as;
-use longhaul_codec::{BlockId, Digest, DigestKey};
-use longhaul_protocol::message::Keeps;
+use longhaul_codec::{BlockId, Digest, DigestKey, Hasher};
+use longhaul_protocol::message::{Keeps, KnownQuery};
 use longhaul_protocol::{BLOCK_SIZE, RegionId, RegionKind, RegionSpec};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -76,6 +76,20 @@ impl Kept {
             None => in_place,
             Some(held) => in_place && held.is(into, digest) || held.read(digest, into),
         }
+    }
+
+    /// Returns how many of these blocks are as they were when the guest left.
+    pub(crate) fn count(&self, asked: &KnownQuery) -> u32 {
+        let hasher = Hasher::new(DigestKey(asked.offered.offer.digest_key));
+        let mut content = [0; BLOCK_SIZE];
+        let found = asked.samples.iter().filter(|sample| {
+            let id = BlockId {
+                region: sample.region,
+                block: sample.block,
+            };
+            self.read_in_place(id, &mut content) && hasher.digest(&content).0 == sample.digest
+        });
+        found.count() as u32
     }
 
     fn read_in_place(&self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> bool {

@@ -103,6 +103,8 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     // The crash matrix has no arbiter.
     Arbiter "arbiter" [],
     CommitWithLease "commit" [],
+    // Only a plan asks this, and no guest depends on the answer.
+    QueryKnown "query-known" [],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:
@@ -128,6 +130,7 @@ named! { ToSource in TO_SOURCE by to_source_name:
     // It uses the point of the message that it extends.
     AnswerLacking "answer" [],
     Arbiter "arbiter" [],
+    Known "known" [],
 }
 
 impl Named for ToDestination {

@@ -14,6 +14,7 @@
 mod drain;
 mod handover;
 mod launch_wait;
+mod prediction;
 mod progress;
 mod switchover;
 
@@ -28,9 +29,10 @@ use crate::source::attempt::switchover::Disks;
 use crate::source::companion::Companions;
 use crate::source::connect::{self, Dial, Dialled, Session, dialled, next_message};
 use crate::source::drain::Drain;
-use crate::source::plan::Look;
+use crate::source::prediction::{Look, Predicted};
 use crate::source::qemu::{SourceQemu, Stopped};
 use crate::source::retained_qemu::RetainedQemu;
+use crate::source::sample::Sampled;
 use crate::source::sender::{Line, SendError, Sending};
 use crate::source::verify::{Comparison, Next};
 use crate::status::in_doubt::record_of;
@@ -45,6 +47,7 @@ use longhaul_engine::stop::StopReason;
 use longhaul_hypervisor::memory::Event;
 use longhaul_protocol::Epoch;
 use longhaul_protocol::message::{AttemptState, Offer, Summary, ToDestination, ToSource};
+use longhaul_transport::{LinkGauge, LinkRate};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -79,10 +82,14 @@ pub(crate) struct Task {
     pub(crate) downtime: Duration,
     /// Findings about the guest's memory. They are complete when the channel is closed.
     pub(crate) look: watch::Receiver<Look>,
-    /// Estimate of the bytes of its disks that travel.
-    pub(crate) disk_bytes: u64,
-    /// Throughput of the link known from before, in bytes per second.
-    pub(crate) known_rate: Option<f64>,
+    /// Its disks, by a sample; `None` if none moves.
+    pub(crate) sampled_disks: Option<Sampled>,
+    /// Whether the destination may have content of the guest.
+    pub(crate) keeps: bool,
+    /// Whether memory may follow the guest.
+    pub(crate) may_follow: bool,
+    /// Rate of the link known from before, in bytes per second.
+    pub(crate) known_rate: Option<LinkRate>,
     /// This move's share of the bandwidth for all moves.
     pub(crate) share: Share,
     pub(crate) reservation: Reservation,
@@ -123,7 +130,9 @@ pub(crate) struct SourceAttempt {
     failing: Option<ApiError>,
     failure: Option<ApiError>,
     summary: Option<Summary>,
-    predicted: bool,
+    /// The rate of the link in this move, in bytes per second.
+    gauge: LinkGauge,
+    predicted: Option<Predicted>,
     /// Whether the strategy of the memory was judged by how fast the guest writes.
     judged: bool,
     /// The drain of the disks, once the guest runs at the destination.
@@ -198,7 +207,8 @@ impl SourceAttempt {
             failing: None,
             failure: None,
             summary: None,
-            predicted: false,
+            gauge: LinkGauge::default(),
+            predicted: None,
             judged: false,
             draining: None,
             committed_at: None,
@@ -358,6 +368,7 @@ impl SourceAttempt {
                 && queued_bytes > stats.window_bytes / 2
             {
                 context.note_link_rate(host, possible);
+                self.gauge.add(now, stats.rtt, possible);
             }
             let limit = self.limit_bps().map(|limit| limit as f64 / 8.0);
             if let Some(rate) = context.link_rate(host).or(possible) {

@@ -31,8 +31,6 @@ use std::time::Duration;
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Bytes that one search for holes covers. During a search, the guest's writes wait to be reported.
 const HOLES_BYTES: u64 = 1 << 30;
-/// Number of blocks that are sampled to estimate the bytes of a disk as sent.
-const SAMPLES: u64 = 128;
 /// Number of blocks of a volume that are sampled to estimate how much of it is used.
 const VOLUME_SAMPLES: u64 = 1024;
 /// Number of holes and data extents that one search may find.
@@ -515,22 +513,28 @@ impl LocalDisk {
         self.image_bytes().map_or(self.spec.blocks, blocks_of)
     }
 
-    /// Estimates the bytes that travel, from a sample of its blocks.
-    pub(crate) fn probable_bytes(&self) -> u64 {
-        let blocks = self.image_blocks();
-        let step = (blocks / SAMPLES).max(1);
-        let (mut content, mut block) = (Vec::new(), [0; BLOCK_SIZE]);
-        for at in (0..blocks).step_by(step as usize) {
-            let read = read_blocks(&self.disk, BlockRange::new(at, 1), &mut block);
-            if read.is_ok() && !longhaul_codec::is_zero(&block) {
-                content.extend_from_slice(&block);
+    /// Returns the blocks that are no holes. Of an image with more than `extents_max` extents, all
+    /// of the rest.
+    pub(crate) fn used_blocks(&self, extents_max: usize) -> Vec<BlockRange> {
+        let (size, whole) = (self.disk.size_bytes(), self.image_blocks());
+        let extents = self.disk.extents(0..size, extents_max);
+        let extents = extents.unwrap_or_else(|error| {
+            tracing::warn!(%error, disk = self.spec.name, "cannot tell where it has holes");
+            Vec::new()
+        });
+        let (mut used, mut at) = (Vec::new(), 0);
+        for extent in extents {
+            let end = at + extent.length_bytes;
+            if !extent.hole {
+                used.push((at / BLOCK, end.div_ceil(BLOCK).min(whole)));
             }
+            at = end;
         }
-        let frames = content.chunks(64 * BLOCK_SIZE);
-        let packed =
-            frames.map(|frame| longhaul_codec::pack(frame).map_or(frame.len(), |p| p.len()));
-        let share = packed.sum::<usize>() as f64 / content.len().max(1) as f64;
-        (self.offered.allocated_bytes as f64 * share) as u64
+        used.push((at / BLOCK, whole));
+        let ranges = used.into_iter().filter(|(start, end)| end > start);
+        ranges
+            .map(|(start, end)| BlockRange::new(start, end - start))
+            .collect()
     }
 
     /// Returns its strategy as the API names it.

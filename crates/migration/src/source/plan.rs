@@ -9,41 +9,38 @@ use crate::source::companion::About;
 use crate::source::convergence;
 use crate::source::described;
 use crate::source::files::{self, AskError, Held, Question};
+use crate::source::known_content::{self, Sample};
 use crate::source::local_disks::{self, Known, LocalDisk};
 use crate::source::losses;
 use crate::source::memory_strategy::{follows_by, too_old_to_follow};
+use crate::source::prediction::{Asking, Holds, Look, predict};
 use crate::source::qemu::{SourceQemu, SourceQemuError};
+use crate::source::sample;
+use crate::source::sender::Encoding;
 use crate::status::failure;
 use crate::status::registry::Taken;
 use longhaul_api::{
-    ApiError, Asked, Check, Convergence, DiskChoice, ErrorCode, Plan, PlanRequest, Prediction,
-    ProbeResult, Strategy,
+    ApiError, Asked, Check, DiskChoice, ErrorCode, Plan, PlanRequest, ProbeResult, Strategy,
 };
 use longhaul_hypervisor::dirty_rate;
-use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_hypervisor::tested;
+use longhaul_protocol::RegionSpec;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::message::{self, Query, Verdict};
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
 use longhaul_protocol::wire::VERSION_OF_POSTCOPY;
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
-use longhaul_transport::{CloseCode, Control, ProbeConfig, ProbeReport};
-use std::collections::BTreeMap;
+use longhaul_transport::{CloseCode, Control, LinkRate, ProbeConfig, ProbeReport};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::block_in_place;
 
-/// Duration of the measurement of a link whose rate is not known.
-const PROBE_TIME: Duration = Duration::from_secs(1);
-/// Number of blocks that are sampled to estimate the bytes of the memory as sent.
-const SAMPLES: u64 = 512;
-/// Number of passes in a prediction. Later ones change little.
-const PASSES_MAX: usize = 10;
-/// Estimated duration of a switchover without the last pages and round trips.
-const SWITCH_OVERHEAD: Duration = Duration::from_millis(60);
+/// Limit on the duration of the measurement of a link, which ends when its rate is known.
+const PROBE_TIME_MAX: Duration = Duration::from_secs(8);
+/// Assumed factor by which a link's rate is above one that still grew.
+const GROWS: f64 = 1.5;
 
 /// Checks everything that a move needs, and predicts its cost.
 pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<Plan, ApiError> {
@@ -83,7 +80,13 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     }
     // Reserved, so that nothing else controls this QEMU meanwhile.
     let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
-    let (query, disks, look, mut known) = look_here(context, &candidate, &mut plan).await?;
+    let Here {
+        query,
+        disks,
+        look,
+        mut known,
+        sample,
+    } = look_here(context, &candidate, &mut plan).await?;
     let about = About {
         context: source.context.clone(),
         guest: request.guest.clone(),
@@ -94,44 +97,85 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     plan.checks.extend(companions.look(&candidate.guest));
     let required = request.require_arbiter;
     let question = Question {
-        query,
+        query: query.clone(),
         generation: candidate.generation,
         follows: follows_by(request.strategy),
         arbiter: arbiter::question(context, required),
     };
     let asking = (question, &*disks, &known, request.strategy);
-    let (control, lacking) = ask_there(context, &candidate, asking, &mut plan).await;
-    if control.is_some() {
-        measure_link(context, &mut plan).await;
-    }
+    let (control, lacking, may_follow) = ask_there(context, &candidate, asking, &mut plan).await;
+    let rate = match control.is_some() {
+        true => measure_link(context, &mut plan).await,
+        false => None,
+    };
     plan.checks.extend(early_release(&plan));
     plan.checks.extend(needs_both(&plan, request.strategy));
     plan.checks
         .extend(arbiter::check(context, &request.guest, required));
     let rtt = plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3));
-    let rate = plan.rate_bps.map(|rate| rate as f64 / 8.0);
-    known.limit(rate, plan.asked.bandwidth_bps, rtt.unwrap_or_default());
-    let disk_bytes = look_at_disks(context, &candidate, (&known, &lacking), &mut plan);
-    let asking = Asking::of(&plan, request.strategy, disk_bytes);
-    plan.predictions.push(predict(&look, &asking));
-    plan.possible = plan
-        .checks
-        .iter()
-        .all(|check| check.verdict != longhaul_api::Verdict::Refuse);
+    let likely = rate.map(|rate| rate.likely);
+    known.limit(likely, plan.asked.bandwidth_bps, rtt.unwrap_or_default());
+    let encoding = encoding(context, &plan);
+    let regions = sample.as_ref().map_or(&[][..], |sample| sample.regions());
+    let of = (&known, regions, &*lacking);
+    let local = look_at_disks(context, &candidate, of, &mut plan);
+    let disks = block_in_place(|| sample::disks(&local, encoding, likely));
+    let refused = plan.checks.iter().any(is_refusal);
+    let holds = match (&control, sample) {
+        (Some(control), Some(sample)) if !refused => {
+            let about = (query, candidate.generation);
+            known_content::ask(control, about, sample, &local).await
+        }
+        _ => Holds::Unknown,
+    };
+    if let Some(control) = control {
+        control.close(CloseCode::Done, "asked and answered");
+    }
+    let returns = context.came_from(&request.guest, &request.to);
+    let asking = Asking {
+        guest: plan.guest.clone(),
+        source: plan.source.clone(),
+        host: plan.destination.clone(),
+        strategy: request.strategy,
+        may_follow,
+        downtime: Duration::from_millis(plan.asked.downtime_ms),
+        rate,
+        rtt,
+        early_release: plan.asked.early_release,
+        convergence: plan.asked.convergence,
+        look,
+        disks,
+        holds,
+        returns,
+        sent: None,
+    };
+    plan.predictions
+        .push(predict(&asking, &context.predictions).shown);
+    plan.possible = !plan.checks.iter().any(is_refusal);
     Ok(plan)
 }
 
+/// Returns the encoding of a move, unless it is chosen otherwise when the move begins.
+fn encoding(context: &Context, plan: &Plan) -> Encoding {
+    let chosen = &context.parts.config.encoding;
+    Encoding::new(chosen, plan.memory_bytes.unwrap_or_default())
+}
+
+fn is_refusal(check: &Check) -> bool {
+    check.verdict == longhaul_api::Verdict::Refuse
+}
+
 /// Checks the disks that move with the guest, among them those of read-only images that the
-/// destination lacks. Returns an estimate of the bytes that travel.
+/// destination lacks, and returns them.
 fn look_at_disks(
     context: &Context,
     candidate: &Candidate,
-    (known, lacking): (&Known, &[String]),
+    (known, memory, lacking): (&Known, &[RegionSpec], &[String]),
     plan: &mut Plan,
-) -> u64 {
+) -> Vec<LocalDisk> {
     let guest = candidate.guest.description();
     // The checks of the guest report why a disk cannot move.
-    let regions = (&[][..], lacking);
+    let regions = (memory, lacking);
     let disks =
         block_in_place(|| local_disks::each(context, guest, DiskChoice::Auto, known, regions));
     let disks: Vec<LocalDisk> = disks.into_iter().filter_map(Result::ok).collect();
@@ -168,7 +212,7 @@ fn look_at_disks(
         );
         Check::ok("disks", text)
     }));
-    block_in_place(|| disks.iter().map(LocalDisk::probable_bytes).sum())
+    disks
 }
 
 /// Returns the check that explains what a guest needs whose memory follows.
@@ -221,11 +265,21 @@ fn qemu(error: &dyn Display) -> ApiError {
     ApiError::new(ErrorCode::Qemu, error.to_string())
 }
 
+/// What a plan finds on this host.
+struct Here {
+    query: Query,
+    disks: Vec<OfferedDisk>,
+    look: Look,
+    known: Known,
+    /// A sample of the memory, if that can be read.
+    sample: Option<Sample>,
+}
+
 async fn look_here(
     context: &Context,
     candidate: &Candidate,
     plan: &mut Plan,
-) -> Result<(Query, Vec<OfferedDisk>, Look, Known), ApiError> {
+) -> Result<Here, ApiError> {
     let guests = &context.parts.guests;
     let lease = guests.lease(&candidate.guest, COMMAND_TIMEOUT).await;
     let lease = lease.map_err(|error| qemu(&error))?;
@@ -258,48 +312,43 @@ async fn look_here(
     let losses = losses::checks(&candidate.guest, qmp, &candidate.host.name).await;
     plan.checks.extend(losses.map_err(|error| qemu(&error))?);
     let query = Query { guest, machine };
-    let mut seen = Look::default();
+    let mut here = Here {
+        query,
+        disks,
+        look: Look::default(),
+        known,
+        sample: None,
+    };
     if !has_memory {
-        return Ok((query, disks, seen, known));
+        return Ok(here);
     }
     let outbound = SourceQemu::attach(guests.clone(), candidate.guest.clone(), lease).await;
     let outbound = outbound.map_err(SourceQemuError::into_api)?;
-    let mut looking = look(&outbound);
+    let rate = context.link_rate(&plan.destination);
+    let mut looking = look(&outbound, encoding(context, plan), rate);
     while looking.changed().await.is_ok() {}
-    seen = *looking.borrow();
-    plan.memory_used_bytes = seen.used_bytes;
-    plan.dirty_rate_bytes_per_s = seen.dirty_bytes_per_s;
-    Ok((query, disks, seen, known))
+    here.look = *looking.borrow();
+    here.sample = Sample::take(&outbound);
+    plan.memory_used_bytes = here.look.memory.map(|memory| memory.used_bytes);
+    plan.dirty_rate_bytes_per_s = here.look.dirty_bytes_per_s;
+    Ok(here)
 }
 
-/// Findings about a guest's memory.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Look {
-    /// Estimated bytes of blocks that are not zero.
-    used_bytes: Option<u64>,
-    /// Their size after compression, as a share.
-    share: Option<f64>,
-    dirty_bytes_per_s: Option<u64>,
-}
-
-impl Look {
-    /// Returns how fast the guest writes, in bytes per second as they are sent, if that is known.
-    pub(crate) fn written_bytes_per_s(&self) -> Option<f64> {
-        Some(self.dirty_bytes_per_s? as f64 * self.share.unwrap_or(1.0))
-    }
-}
-
-/// Samples a guest's blocks, and then measures for a second how fast it writes, in a task of its
+/// Samples a guest's memory, and then measures for a second how fast it writes, in a task of its
 /// own. The findings are complete when the sender is dropped.
-pub(crate) fn look(outbound: &SourceQemu) -> watch::Receiver<Look> {
+pub(crate) fn look(
+    outbound: &SourceQemu,
+    encoding: Encoding,
+    rate: Option<f64>,
+) -> watch::Receiver<Look> {
     let (memory, places) = outbound.memory();
     let regions = outbound.regions().to_vec();
     let (sender, receiver) = watch::channel(Look::default());
     tokio::spawn(async move {
-        let (used_bytes, share) = block_in_place(|| sample(&memory, &regions, &places));
+        let sampled = block_in_place(|| sample::memory(&memory, &regions, &places, encoding, rate));
+        tracing::debug!(?sampled, "a sample of a guest's memory");
         let mut look = Look {
-            used_bytes,
-            share,
+            memory: sampled,
             dirty_bytes_per_s: None,
         };
         sender.send_replace(look);
@@ -312,51 +361,14 @@ pub(crate) fn look(outbound: &SourceQemu) -> watch::Receiver<Look> {
     receiver
 }
 
-fn sample(
-    memory: &GuestMemory,
-    regions: &[RegionSpec],
-    places: &BTreeMap<RegionId, usize>,
-) -> (Option<u64>, Option<f64>) {
-    let total: u64 = regions.iter().map(|spec| spec.blocks).sum();
-    let step = (total / SAMPLES).max(1);
-    let (mut looked_at, mut content) = (0_u64, Vec::new());
-    for spec in regions {
-        let Some(place) = places.get(&spec.id) else {
-            continue;
-        };
-        for block in (0..spec.blocks).step_by(step as usize) {
-            let mut one = [0; BLOCK_SIZE];
-            if memory
-                .read(*place, &[BlockRange::new(block, 1)], &mut one)
-                .is_ok()
-            {
-                looked_at += 1;
-                if !longhaul_codec::is_zero(&one) {
-                    content.extend_from_slice(&one);
-                }
-            }
-        }
-    }
-    let used = content.len() as u64 / BLOCK_SIZE as u64;
-    let used_bytes = (total * BLOCK_SIZE as u64 * used).checked_div(looked_at);
-    let packed: Option<usize> = content
-        .chunks(64 * BLOCK_SIZE)
-        .map(|frame| longhaul_codec::pack(frame).ok().map(|packed| packed.len()))
-        .sum();
-    let share = packed
-        .filter(|_| !content.is_empty())
-        .map(|packed| packed as f64 / content.len() as f64);
-    (used_bytes, share)
-}
-
-/// Asks the destination for its checks. Returns the connection, and the read-only images that the
-/// destination lacks, by name.
+/// Asks the destination for its checks. Returns the connection, the read-only images that the
+/// destination lacks, by name, and whether memory may follow the guest.
 async fn ask_there(
     context: &Arc<Context>,
     candidate: &Candidate,
     (mut question, disks, known, strategy): (Question, &[OfferedDisk], &Known, Strategy),
     plan: &mut Plan,
-) -> (Option<Control>, Vec<String>) {
+) -> (Option<Control>, Vec<String>, bool) {
     let host = &candidate.host.name;
     let control = match context.endpoint.connect(host).await {
         Ok(control) => control,
@@ -365,7 +377,7 @@ async fn ask_there(
             let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
             plan.checks
                 .push(Check::refuse("destination", error.message, hint));
-            return (None, Vec::new());
+            return (None, Vec::new(), false);
         }
     };
     let rtt = control.rtt();
@@ -384,6 +396,7 @@ async fn ask_there(
         plan.checks
             .push(refused("strategy", too_old_to_follow(host, software)));
     }
+    let mut may_follow = question.follows != Pulled::Nothing;
     let mut asked = files::ask(context, &control, &question, disks, &mut held, brought).await;
     if let (Strategy::Auto, Ok(with)) = (strategy, &asked)
         && with.checks.iter().any(is_refused)
@@ -391,13 +404,13 @@ async fn ask_there(
         question.follows = Pulled::Nothing;
         let without = files::ask(context, &control, &question, disks, &mut held, brought).await;
         if let Ok(without) = without {
+            may_follow = false;
             let known = |check: &&message::Check| !without.checks.contains(check);
             let mut more = with.checks.iter().filter(|check| is_refused(check));
             plan.checks.extend(more.find(known).map(precopy_only));
             asked = Ok(without);
         }
     }
-    control.close(CloseCode::Done, "asked and answered");
     let mut lacking = Vec::new();
     match asked {
         Ok(asked) => {
@@ -414,7 +427,7 @@ async fn ask_there(
             ));
         }
     }
-    (Some(control), lacking)
+    (Some(control), lacking, may_follow)
 }
 
 fn is_refused(check: &message::Check) -> bool {
@@ -452,23 +465,52 @@ fn refused(name: &str, error: ApiError) -> Check {
     Check::refuse(name, error.message, hint)
 }
 
-async fn measure_link(context: &Arc<Context>, plan: &mut Plan) {
+/// Measures the link until its rate is known. Returns the rate in bytes per second.
+async fn measure_link(context: &Arc<Context>, plan: &mut Plan) -> Option<LinkRate> {
     let host = plan.destination.clone();
     let config = ProbeConfig {
-        duration: PROBE_TIME,
+        duration: PROBE_TIME_MAX,
         bandwidth_bps: plan.asked.bandwidth_bps,
+        until_known: true,
         ..ProbeConfig::default()
     };
     match context.endpoint.probe(&host, config, |_| {}).await {
         Ok(report) => {
-            let rate = report.throughput_late_bps;
-            plan.rate_bps = Some(rate);
+            let late = report.throughput_late_bps as f64;
+            // It still grew.
+            let unknown = LinkRate {
+                low: late,
+                likely: late * GROWS,
+                high: late * GROWS * GROWS,
+            };
+            let rate = report.rate_bps.unwrap_or(unknown);
+            let shown = rate.likely as u64;
+            plan.rate_bps = Some(shown);
             plan.rtt_ms = Some(report.rtt_idle.as_secs_f64() * 1e3);
-            if plan.asked.bandwidth_bps.is_none() {
-                context.note_link_rate(&host, rate as f64 / 8.0);
+            let bytes = |bits: f64| bits / 8.0;
+            let rate_bytes = LinkRate {
+                low: bytes(rate.low),
+                likely: bytes(rate.likely),
+                high: bytes(rate.high),
+            };
+            if report.rate_bps.is_none() {
+                let text = format!(
+                    "the link carries {} or more: its rate still grew after {}",
+                    show_bit_rate(report.throughput_late_bps),
+                    show_duration(PROBE_TIME_MAX)
+                );
+                let hint = "the predicted times are uncertain; `longhaul host probe` measures for \
+                            longer";
+                plan.checks.push(Check::warn("link", text, hint));
+                return Some(rate_bytes);
             }
-            let text = format!("the link carries about {}", show_bit_rate(rate));
+            if plan.asked.bandwidth_bps.is_none() {
+                context.note_link_rate(&host, rate_bytes.likely);
+                context.note_link(&host, rate_bytes);
+            }
+            let text = format!("the link carries about {}", show_bit_rate(shown));
             plan.checks.push(Check::ok("link", text));
+            Some(rate_bytes)
         }
         Err(error) => {
             let error = failure::probe(&host, &error);
@@ -477,146 +519,8 @@ async fn measure_link(context: &Arc<Context>, plan: &mut Plan) {
                 format!("the link could not be measured: {}", error.message),
                 "there is no prediction without it; the move may still work",
             ));
+            None
         }
-    }
-}
-
-/// The input of a prediction besides the guest's memory.
-#[derive(Debug, Clone)]
-pub(crate) struct Asking {
-    pub(crate) guest: String,
-    pub(crate) source: String,
-    pub(crate) strategy: Strategy,
-    pub(crate) downtime: Duration,
-    pub(crate) rate_bytes_per_s: Option<f64>,
-    pub(crate) rtt: Option<Duration>,
-    pub(crate) early_release: bool,
-    pub(crate) convergence: Convergence,
-    /// Estimate of the bytes of disks that travel.
-    pub(crate) disk_bytes: u64,
-}
-
-impl Asking {
-    fn of(plan: &Plan, strategy: Strategy, disk_bytes: u64) -> Self {
-        Self {
-            strategy,
-            disk_bytes,
-            guest: plan.guest.clone(),
-            source: plan.source.clone(),
-            downtime: Duration::from_millis(plan.asked.downtime_ms),
-            rate_bytes_per_s: plan.rate_bps.map(|rate| rate as f64 / 8.0),
-            rtt: plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3)),
-            early_release: plan.asked.early_release,
-            convergence: plan.asked.convergence,
-        }
-    }
-}
-
-/// Predicts a move. The first pass sends the blocks that are not zero, and each later one the
-/// blocks that were written during the pass before. With `hybrid`, the second one follows when the
-/// guest runs at the destination, and with `postcopy` the first one.
-pub(crate) fn predict(look: &Look, asking: &Asking) -> Prediction {
-    let rate = asking.rate_bytes_per_s.filter(|rate| *rate > 0.0);
-    let (Some(rate), Some(used)) = (rate, look.used_bytes) else {
-        return prediction(None, None, None, asking, None);
-    };
-    let share = look.share.unwrap_or(1.0);
-    let dirty = look.dirty_bytes_per_s.unwrap_or(0) as f64;
-    let round_trips = if asking.early_release { 0.5 } else { 1.5 };
-    let overhead = SWITCH_OVERHEAD + asking.rtt.unwrap_or_default().mul_f64(round_trips);
-    let limit = asking.downtime;
-    let budget = limit.saturating_sub(overhead).as_secs_f64() * rate;
-    let mut left = used as f64 * share + asking.disk_bytes as f64;
-    let (mut bytes, mut seconds) = (0.0, 0.0);
-    if matches!(asking.strategy, Strategy::Hybrid | Strategy::Postcopy) {
-        let again = match asking.strategy {
-            Strategy::Hybrid => (dirty * left / rate).min(used as f64) * share,
-            _ => 0.0,
-        };
-        bytes = left + again;
-        let total = Duration::from_secs_f64(bytes / rate) + overhead;
-        return prediction(
-            Some(bytes as u64),
-            Some(total),
-            Some(overhead),
-            asking,
-            None,
-        );
-    }
-    for _ in 0..PASSES_MAX {
-        let pass = left / rate;
-        bytes += left;
-        seconds += pass;
-        // A guest writes at most its used memory in a pass.
-        left = (dirty * pass).min(used as f64) * share;
-        if left <= budget {
-            break;
-        }
-    }
-    let downtime = overhead + Duration::from_secs_f64(left / rate);
-    if asking.strategy == Strategy::Auto && downtime > limit {
-        let strategy = match dirty * share > rate {
-            true => Strategy::Postcopy,
-            false => Strategy::Hybrid,
-        };
-        let asking = Asking {
-            strategy,
-            ..asking.clone()
-        };
-        return predict(look, &asking);
-    }
-    let note = (downtime > limit).then(|| {
-        let (guest, asked) = (&asking.guest, &asking.convergence);
-        convergence::note(guest, asked, limit, downtime, dirty * share, rate)
-    });
-    let total = Duration::from_secs_f64(seconds) + downtime;
-    prediction(
-        Some((bytes + left) as u64),
-        Some(total),
-        Some(downtime),
-        asking,
-        note,
-    )
-}
-
-fn prediction(
-    link_bytes: Option<u64>,
-    total: Option<Duration>,
-    downtime: Option<Duration>,
-    asking: &Asking,
-    note: Option<String>,
-) -> Prediction {
-    let ms = |time: Duration| time.as_millis() as u64;
-    let downtime_ms = downtime.map(ms);
-    Prediction {
-        strategy: match asking.strategy {
-            Strategy::Auto => Strategy::Precopy,
-            strategy => strategy,
-        },
-        link_bytes,
-        total_ms: total.map(ms),
-        downtime_ms,
-        downtime_at_most_ms: downtime_ms.map(|time| time.max(ms(asking.downtime))),
-        if_link_breaks: match asking.early_release {
-            _ if matches!(asking.strategy, Strategy::Hybrid | Strategy::Postcopy) => format!(
-                "before the switch: stays on {}; after it: waits for pages until the hosts connect",
-                asking.source
-            ),
-            false => format!("stays on {}", asking.source),
-            true => format!(
-                "before the stop: stays on {}; after it: is stopped until the hosts connect",
-                asking.source
-            ),
-        },
-        if_source_dies: match asking.strategy {
-            Strategy::Precopy | Strategy::Auto => "before the switch: as without a move".to_owned(),
-            Strategy::Hybrid | Strategy::Postcopy => {
-                "before the switch: as without a move; after it, until all memory has followed: \
-                 lost"
-                    .to_owned()
-            }
-        },
-        note,
     }
 }
 

@@ -16,11 +16,13 @@ use crate::source::companion::{About, Companions};
 use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
 use crate::source::files::{self, AskError, Asked as Answered, Held, Question};
-use crate::source::local_disks::{self, Known, LocalDisk, may_be_left};
+use crate::source::local_disks::{self, Known, may_be_left};
 use crate::source::memory_strategy::{follows_by, of_memory, too_old_to_follow};
-use crate::source::plan::{self, Look};
+use crate::source::plan;
+use crate::source::prediction::Look;
 use crate::source::qemu::SourceQemu;
 use crate::source::recovered::RecoveredSource;
+use crate::source::sample;
 use crate::source::sender::{Encoding, Sending};
 use crate::source::tracking::refuse_tracked;
 use crate::source::verified_ranges::Checked;
@@ -230,8 +232,9 @@ impl Preparing {
         let may_follow = self.is_auto() && follows;
         outbound.moves_by(of_memory(self.request.strategy), may_follow);
         let memory_follows = outbound.follows() != Pulled::Nothing;
-        let disks = outbound.disks().iter();
-        let disk_bytes = block_in_place(|| disks.map(LocalDisk::probable_bytes).sum());
+        let encoding = self.encoding(&outbound);
+        let rate = self.source.context.link_rate(&host.name);
+        let sampled_disks = block_in_place(|| sample::disks(outbound.disks(), encoding, rate));
         let mut regions = outbound.regions().to_vec();
         regions.extend(outbound.disks().iter().map(|disk| disk.spec.clone()));
         let mut offer = Offer {
@@ -281,7 +284,7 @@ impl Preparing {
         };
         let qemu = (&mut outbound, &mut companions);
         let begun = self.begin(control, &mut offer, qemu, held).await;
-        let (session, sending, look) = match begun {
+        let (session, sending, look, keeps) = match begun {
             Ok(begun) => begun,
             Err(error) => {
                 match outbound.abort().await {
@@ -306,7 +309,7 @@ impl Preparing {
             }
         };
         guard.keep();
-        let known_rate = self.source.context.link_rate(&host.name);
+        let known_rate = self.source.context.link(&host.name);
         let terms = Terms {
             attempt: offer.attempt,
             generation: offer.generation,
@@ -350,7 +353,9 @@ impl Preparing {
             handover,
             downtime,
             look,
-            disk_bytes,
+            sampled_disks,
+            keeps,
+            may_follow,
             known_rate,
             share: self.share,
             reservation,
@@ -470,13 +475,14 @@ impl Preparing {
         offer: &mut Offer,
         (outbound, companions): (&mut SourceQemu, &mut Companions),
         held: Held,
-    ) -> Result<(Session, Arc<Sending>, watch::Receiver<Look>), ApiError> {
+    ) -> Result<(Session, Arc<Sending>, watch::Receiver<Look>, bool), ApiError> {
         let host = &self.candidate.host.name;
         let limit = self.share.of(self.request.bandwidth_bps);
         let message = offered(&self.source, offer, outbound, &held);
         let offered = connect::offer(control, message, offer, (limit, held.reading_time()));
         // The guest's memory is sampled meanwhile, and nothing waits for the result.
-        let look = plan::look(outbound);
+        let rate = self.source.context.link_rate(host);
+        let look = plan::look(outbound, self.encoding(outbound), rate);
         let offered = self.unless_cancelled(offered).await?;
         let (mut session, keeps) =
             offered.map_err(|error| crate::source::connect::failure(host, &error))?;
@@ -499,7 +505,7 @@ impl Preparing {
             withdraw(&mut session, "the source's QEMU cannot begin").await;
             return Err(error);
         }
-        Ok((session, sending, look))
+        Ok((session, sending, look, !keeps.regions.is_empty()))
     }
 
     /// Creates the engine and the [`Sending`] for it. Nothing is sent yet.
@@ -535,17 +541,20 @@ impl Preparing {
         if references {
             self.gang.join(offer.migration, &mut engine);
         }
-        let memory_bytes: u64 = outbound
-            .regions()
-            .iter()
-            .map(|region| region.blocks * BLOCK_SIZE as u64)
-            .sum();
-        let encoding = Encoding::new(&encoding, memory_bytes);
+        let encoding = self.encoding(outbound);
         let key = DigestKey(offer.digest_key);
         let content = outbound.content();
         let of = (offer.migration, key);
         let checked = Checked::of(outbound.disks().iter().map(|disk| &disk.spec));
         Ok(Sending::new(engine, of, content, encoding, checked))
+    }
+
+    /// Returns the encoding of the guest's memory.
+    fn encoding(&self, outbound: &SourceQemu) -> Encoding {
+        let chosen = self.request.encoding.or(&self.source.parts.config.encoding);
+        let regions = outbound.regions().iter();
+        let memory_bytes = regions.map(|region| region.blocks * BLOCK_SIZE as u64);
+        Encoding::new(&chosen, memory_bytes.sum())
     }
 
     /// Waits for an answer of another host, unless the migration is cancelled.

@@ -44,7 +44,7 @@ const IDLE_WAIT: Duration = Duration::from_millis(50);
 pub(crate) struct Encoding {
     /// The compression of all frames. With `None`, the policy chooses the one with the highest
     /// throughput.
-    compression: Option<Compression>,
+    pub(crate) compression: Option<Compression>,
     /// Size of the cache of earlier contents, against which deltas are made.
     delta_cache_bytes: usize,
     guest_blocks: usize,

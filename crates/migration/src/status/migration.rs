@@ -110,6 +110,7 @@ impl Entry {
             outcome: None,
             reason: None,
             predicted: None,
+            judged: None,
             link_bytes: None,
             link_bytes_back: None,
             memory_bytes: None,

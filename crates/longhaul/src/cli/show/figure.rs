@@ -1,6 +1,6 @@
 //! Formats figures with their units; an unmeasured one is a dash.
 
-use longhaul_api::{Outcome, Phase, Strategy};
+use longhaul_api::{Judgement, Outcome, Phase, PredictedRange, Strategy};
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
 use std::time::Duration;
 
@@ -10,6 +10,50 @@ pub(crate) const UNKNOWN: &str = "-";
 /// Formats a number of bytes.
 pub(crate) fn bytes(bytes: Option<u64>) -> String {
     bytes.map_or_else(|| UNKNOWN.to_owned(), show_bytes)
+}
+
+/// Formats a predicted range: its middle, and its ends.
+pub(crate) fn range(range: Option<PredictedRange>, show: impl Fn(u64) -> String) -> String {
+    range.map_or_else(
+        || UNKNOWN.to_owned(),
+        |PredictedRange { low, likely, high }| {
+            let [low, likely, high] = [low, likely, high].map(show);
+            // One unit is enough for both ends.
+            let ends = low.split_once(' ').zip(high.split_once(' '));
+            let low = match ends {
+                Some(((low, unit), (_, same))) if unit == same => low,
+                _ => &low,
+            };
+            format!("{likely} ({low} to {high})")
+        },
+    )
+}
+
+/// Formats the time that remains, rounded to what can be told.
+pub(crate) fn remaining(range: PredictedRange) -> String {
+    let rounded = |time_ms: u64| {
+        let step_ms = match time_ms {
+            0..10_000 => 1000,
+            10_000..60_000 => 5000,
+            60_000..600_000 => 30_000,
+            _ => 300_000,
+        };
+        ms(Some(time_ms.div_ceil(step_ms) * step_ms))
+    };
+    let [low, high] = [range.low, range.high].map(rounded);
+    match low == high {
+        true => format!("about {high} left"),
+        false => format!("{low} to {high} left"),
+    }
+}
+
+/// Returns how a figure compares with its predicted range.
+pub(crate) fn judgement(judgement: Judgement) -> &'static str {
+    match judgement {
+        Judgement::Inside => "inside",
+        Judgement::Below => "outside: less",
+        Judgement::Above => "outside: more",
+    }
 }
 
 /// Formats a rate in bits per second.

@@ -256,9 +256,8 @@ fn precopy(progress: &Progress) -> String {
             figure::ms(Some(downtime_ms))
         ));
     }
-    if let Some(remaining_ms) = progress.remaining_ms.filter(|left_ms| *left_ms > 0) {
-        let rounded = remaining_ms.div_ceil(1000) * 1000;
-        parts.push(format!("about {} left", figure::ms(Some(rounded))));
+    if let Some(remaining) = progress.remaining_ms.filter(|left| left.high > 0) {
+        parts.push(figure::remaining(remaining));
     }
     if parts.is_empty() {
         parts.push("memory is sent".to_owned());

@@ -141,30 +141,42 @@ fn state(plan: &Plan) -> Vec<Line> {
     lines
 }
 
-fn downtime(prediction: &Prediction) -> String {
-    let likely = figure::ms(prediction.downtime_ms);
-    match prediction.downtime_at_most_ms {
-        Some(most) => format!("{likely} (at most {})", figure::ms(Some(most))),
-        None => likely,
-    }
+/// Explains the ranges, if there are any.
+fn likelihood(prediction: &Prediction) -> Option<String> {
+    let Prediction {
+        link_bytes,
+        likelihood_percent,
+        learned_from,
+        ..
+    } = prediction;
+    link_bytes.as_ref()?;
+    let learned = match learned_from {
+        0 => "without an earlier move to learn from".to_owned(),
+        1 => "corrected by 1 earlier move".to_owned(),
+        count => format!("corrected by {count} earlier moves"),
+    };
+    Some(format!(
+        "{likelihood_percent} of 100 moves are inside each range; {learned}"
+    ))
 }
 
 fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
     let wide = width >= WIDE;
     let dies = format!("if {} dies", plan.source);
     let mut names = vec!["strategy", "data", "time", "downtime"];
-    if wide {
-        names.extend(["if the link breaks", &dies]);
+    match wide {
+        true => names.extend(["if the link breaks", &dies]),
+        false => names = vec!["strategy", "", "predicted"],
     }
     let figures = |prediction: &Prediction| {
         [
             figure::strategy(prediction.strategy).to_owned(),
-            figure::bytes(prediction.link_bytes),
-            figure::ms(prediction.total_ms),
-            downtime(prediction),
+            figure::range(prediction.link_bytes, |bytes| figure::bytes(Some(bytes))),
+            figure::range(prediction.total_ms, |time_ms| figure::ms(Some(time_ms))),
+            figure::range(prediction.downtime_ms, |time_ms| figure::ms(Some(time_ms))),
         ]
     };
-    let taken: usize = (0..4)
+    let taken: usize = (0..4.min(names.len()))
         .map(|index| {
             let cells = plan.predictions.iter().map(|p| columns(&figures(p)[index]));
             cells.chain([columns(names[index])]).max().unwrap_or(0) + 3
@@ -174,14 +186,13 @@ fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
     let mut rows = vec![head(&names)];
     let mut below: Vec<Line> = Vec::new();
     for prediction in &plan.predictions {
-        let mut cells: Vec<Line> = figures(prediction).into_iter().map(Line::text).collect();
+        let [strategy, data, time, downtime] = figures(prediction).map(Line::text);
         let breaks = wrap(&prediction.if_link_breaks, room.max(20));
         let dead = wrap(&prediction.if_source_dies, room.max(20));
         if wide {
+            let mut cells = vec![strategy, data, time, downtime];
             cells.extend([&breaks, &dead].map(|text| Line::text(text[0].clone())));
-        }
-        rows.push(cells);
-        if wide {
+            rows.push(cells);
             for index in 1..breaks.len().max(dead.len()) {
                 let mut cells = vec![Line::default(); 4];
                 let piece = |text: &[String]| text.get(index).cloned().unwrap_or_default();
@@ -189,6 +200,10 @@ fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
                 rows.push(cells);
             }
         } else {
+            let empty = Line::default;
+            rows.push(vec![strategy, Line::text("data"), data]);
+            rows.push(vec![empty(), Line::text("time"), time]);
+            rows.push(vec![empty(), Line::text("downtime"), downtime]);
             for (what, text) in [
                 ("if the link breaks", &prediction.if_link_breaks),
                 (dies.as_str(), &prediction.if_source_dies),
@@ -202,8 +217,12 @@ fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
                 );
             }
         }
-        if let Some(note) = &prediction.note {
-            let pieces = wrap(note, width.saturating_sub(4).max(20));
+        if let Some(text) = likelihood(prediction) {
+            let pieces = wrap(&text, width.saturating_sub(4).max(20)).into_iter();
+            below.extend(pieces.map(|text| Line::text(format!("  {text}"))));
+        }
+        for warning in prediction.stalls.iter().chain(&prediction.note) {
+            let pieces = wrap(warning, width.saturating_sub(4).max(20));
             below.extend(pieces.into_iter().enumerate().map(|(index, text)| {
                 Line::default()
                     .tone(Tone::Warn, if index == 0 { "! " } else { "  " })

@@ -5,13 +5,14 @@ use super::image;
 use crate::cli::paint::{Line, Tone, columns, wrap};
 use longhaul_api::{
     BaseChoice, BytesByKind, ClockTeller, DiskChoice, DiskReport, DowntimeParts, GuestClock,
-    HookRun, HostCost, Outcome, Phase, Report, StopChoice, StopReason, StopRule,
+    HookRun, HostCost, Judgement, Outcome, Phase, Report, StopChoice, StopReason, StopRule,
 };
 use longhaul_protocol::units::show_bytes;
 
-const PREDICTED: usize = 14;
-const WAS: usize = 31;
-const DETAIL: usize = 44;
+/// The column of figures.
+const FIGURE: usize = 14;
+/// The column of predictions.
+const PREDICTED: usize = 26;
 
 /// Formats the whole report.
 pub(crate) fn report(report: &Report, width: usize) -> Vec<Line> {
@@ -32,32 +33,48 @@ pub(crate) fn report(report: &Report, width: usize) -> Vec<Line> {
             );
         }
     }
-    let names = Line::default()
-        .column(PREDICTED)
-        .tone(Tone::Faint, "predicted");
-    lines.push(names.column(WAS).tone(Tone::Faint, "was"));
-    let predicted = report.predicted.as_ref();
-    let mut row = |name: &str, predicted: String, was: String, detail: Vec<String>| {
-        lines.extend(self::row(name, &predicted, &was, &detail, width));
-    };
-    row(
-        "data",
-        figure::bytes(predicted.and_then(|p| p.link_bytes)),
-        figure::bytes(report.link_bytes),
-        data(&report.bytes),
+    let names = Line::default().column(FIGURE).tone(Tone::Faint, "was");
+    let likelihood = report.predicted.as_ref().map(|it| it.likelihood_percent);
+    let likelihood = likelihood.filter(|percent| *percent > 0);
+    let predicted = likelihood.map_or_else(
+        || "predicted".to_owned(),
+        |percent| format!("predicted ({percent} of 100 inside)"),
     );
-    row(
-        "time",
-        figure::ms(predicted.and_then(|p| p.total_ms)),
-        figure::ms(report.total_ms),
-        times(report),
-    );
-    row(
-        "downtime",
-        figure::ms(predicted.and_then(|p| p.downtime_ms)),
-        figure::precise_ms(report.downtime_ms),
-        downtime(&report.downtime),
-    );
+    lines.push(names.column(PREDICTED).tone(Tone::Faint, predicted));
+    let judged = report.judged;
+    let ranges = report.predicted.as_ref();
+    let time = |range| figure::range(range, |time_ms| figure::ms(Some(time_ms)));
+    let rows = [
+        (
+            "data",
+            figure::bytes(report.link_bytes),
+            figure::range(ranges.and_then(|it| it.link_bytes), show_bytes),
+            judged.and_then(|it| it.link_bytes),
+            data(&report.bytes),
+        ),
+        (
+            "time",
+            figure::ms(report.total_ms),
+            time(ranges.and_then(|it| it.total_ms)),
+            judged.and_then(|it| it.total_ms),
+            times(report),
+        ),
+        (
+            "downtime",
+            figure::precise_ms(report.downtime_ms),
+            time(ranges.and_then(|it| it.downtime_ms)),
+            judged.and_then(|it| it.downtime_ms),
+            downtime(&report.downtime),
+        ),
+    ];
+    for (name, was, predicted, judged, detail) in rows {
+        lines.push(row(name, &was, &predicted, judged));
+        lines.extend(details(&detail, width));
+    }
+    if let Some(stalls) = ranges.and_then(|it| it.stalls.as_ref()) {
+        let pieces = wrap(stalls, width.saturating_sub(FIGURE).max(20)).into_iter();
+        lines.extend(pieces.map(|text| Line::default().column(FIGURE).plain(text)));
+    }
     lines.extend(below(report, width));
     lines
 }
@@ -84,29 +101,38 @@ fn headline(report: &Report) -> Line {
     line.tone(Tone::Faint, format!("  {}", report.id))
 }
 
-/// Formats one row, its details wrapped where the terminal is too narrow.
-fn row(name: &str, predicted: &str, was: &str, detail: &[String], width: usize) -> Vec<Line> {
-    let mut line = Line::text(name).column(PREDICTED).plain(predicted);
-    line = line.column(WAS).tone(Tone::Strong, was);
-    let start = if width >= 90 { DETAIL } else { PREDICTED };
-    let mut lines = Vec::new();
-    let mut fresh = true;
-    if start == PREDICTED && !detail.is_empty() {
-        lines.push(std::mem::replace(&mut line, Line::default().column(start)));
-    } else if !detail.is_empty() {
-        line = line.column(start);
+/// Formats a figure beside its prediction.
+fn row(name: &str, was: &str, predicted: &str, judged: Option<Judgement>) -> Line {
+    let line = Line::text(name).column(FIGURE).tone(Tone::Strong, was);
+    let line = line.column(PREDICTED).plain(predicted);
+    match judged {
+        None => line,
+        Some(judged) => {
+            let tone = match judged {
+                Judgement::Inside => Tone::Good,
+                Judgement::Below | Judgement::Above => Tone::Warn,
+            };
+            line.plain(" ").tone(tone, figure::judgement(judged))
+        }
     }
-    for part in detail {
-        let separator = if fresh { "" } else { " · " };
-        if !fresh && line.columns() + columns(separator) + columns(part) > width {
-            lines.push(std::mem::replace(&mut line, Line::default().column(start)));
+}
+
+/// Formats the parts of a figure, wrapped where the terminal is too narrow.
+fn details(parts: &[String], width: usize) -> Vec<Line> {
+    let start = || Line::default().column(FIGURE);
+    let (mut lines, mut line) = (Vec::new(), start());
+    for (index, part) in parts.iter().enumerate() {
+        let separator = if index == 0 { "" } else { " · " };
+        if index > 0 && line.columns() + columns(separator) + columns(part) > width {
+            lines.push(std::mem::replace(&mut line, start()));
             line = line.plain(part.clone());
             continue;
         }
         line = line.plain(format!("{separator}{part}"));
-        fresh = false;
     }
-    lines.push(line);
+    if !parts.is_empty() {
+        lines.push(line);
+    }
     lines
 }
 
@@ -191,10 +217,10 @@ fn downtime(parts: &DowntimeParts) -> Vec<String> {
 fn below(report: &Report, width: usize) -> Vec<Line> {
     let mut lines = Vec::new();
     let mut line = |name: &str, text: String| {
-        let pieces = wrap(&text, width.saturating_sub(PREDICTED).max(20));
+        let pieces = wrap(&text, width.saturating_sub(FIGURE).max(20));
         for (index, piece) in pieces.into_iter().enumerate() {
             let name = if index == 0 { name } else { "" };
-            lines.push(Line::text(name).column(PREDICTED).plain(piece));
+            lines.push(Line::text(name).column(FIGURE).plain(piece));
         }
     };
     let mut memory: Vec<String> = Vec::new();

@@ -55,13 +55,19 @@ pub(crate) fn plan() -> Plan {
     }
 }
 
+fn range(low: u64, likely: u64, high: u64) -> Option<PredictedRange> {
+    Some(PredictedRange { low, likely, high })
+}
+
 fn prediction() -> Prediction {
     Prediction {
         strategy: Strategy::Precopy,
-        link_bytes: Some(640 * MIB),
-        total_ms: Some(58_000),
-        downtime_ms: Some(240),
-        downtime_at_most_ms: Some(400),
+        likelihood_percent: 90,
+        link_bytes: range(560 * MIB, 640 * MIB, 730 * MIB),
+        total_ms: range(44_000, 58_000, 76_000),
+        downtime_ms: range(110, 160, 290),
+        stalls: None,
+        learned_from: 3,
         if_link_breaks: "waits up to 60 s, then web-7 stays on lyon-1".into(),
         if_source_dies: "before the switch: as without a move; after it: web-7 runs on paris-2"
             .into(),
@@ -268,7 +274,7 @@ pub(crate) fn progress() -> Progress {
         outpaced: None,
         awaits_bases: false,
         trouble: None,
-        remaining_ms: Some(13_200),
+        remaining_ms: range(11_900, 13_200, 19_000),
         outcome: None,
         reason: None,
     }
@@ -290,6 +296,11 @@ pub(crate) fn report() -> Report {
         outcome: Some(Outcome::Completed),
         reason: None,
         predicted: Some(prediction()),
+        judged: Some(Judgements {
+            link_bytes: Some(Judgement::Inside),
+            total_ms: Some(Judgement::Below),
+            downtime_ms: Some(Judgement::Inside),
+        }),
         link_bytes: Some(587 * MIB),
         link_bytes_back: Some(2 * MIB),
         memory_bytes: Some(571 * MIB),

@@ -5,7 +5,6 @@ use crate::source::connect::Session;
 use crate::source::convergence;
 use crate::source::drain::Drain;
 use crate::source::local_disks::LocalDisk;
-use crate::source::plan::{self, Asking};
 use crate::source::recovered::RecoveredSource;
 use crate::status::failure;
 use longhaul_api::ApiError;
@@ -18,9 +17,6 @@ use longhaul_protocol::{BLOCK_SIZE, RegionKind};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Time after which the link's rate counts as known.
-const LINK_KNOWN_AFTER: Duration = Duration::from_secs(1);
-
 impl SourceAttempt {
     /// Adds the bytes of a session that has ended to the total.
     pub(crate) fn keep_wire_bytes(&mut self, session: &Session) {
@@ -31,7 +27,7 @@ impl SourceAttempt {
         }
     }
 
-    fn wire_bytes_now(&self) -> (u64, u64) {
+    pub(super) fn wire_bytes_now(&self) -> (u64, u64) {
         let line = self
             .session
             .as_ref()
@@ -78,9 +74,9 @@ impl SourceAttempt {
         let asked = self.entry().migration().asked.convergence;
         let guest = &self.task.offer.guest.name;
         let outpaced = convergence::outpaced(guest, &asked, &engine, now, self.slowed());
-        let remaining = engine.remaining_bytes(now);
         let sent = engine.sent();
         drop(engine);
+        let remaining_ms = self.remaining(&regions);
         let stats = self
             .session
             .as_ref()
@@ -105,9 +101,7 @@ impl SourceAttempt {
             progress.outpaced = outpaced;
             progress.awaits_bases = awaits_bases;
             progress.trouble = trouble;
-            progress.remaining_ms = stats
-                .filter(|stats| stats.delivery_rate_bps > 0)
-                .map(|stats| remaining * 8000 / stats.delivery_rate_bps);
+            progress.remaining_ms = remaining_ms;
         });
     }
 
@@ -122,39 +116,6 @@ impl SourceAttempt {
         let choice = convergence::choice(&asked, reason, predicted, self.slowed());
         self.entry()
             .report_with(|report| report.stop = Some(choice));
-    }
-
-    /// Reports a prediction once: as soon as the link and the guest are known, or with what is
-    /// known when the guest is about to be stopped (`last`).
-    pub(crate) fn predict(&mut self, last: bool) {
-        let young = self.task.known_rate.is_none() && self.began.elapsed() < LINK_KNOWN_AFTER;
-        let look = *self.task.look.borrow_and_update();
-        let looking = self.task.look.has_changed().is_ok();
-        if self.predicted || (!last && (young || looking)) {
-            return;
-        }
-        self.predicted = true;
-        let task = &self.task;
-        let known = task.source.link_rate(&task.host);
-        let limit = self.limit_bps().map(|limit| limit as f64 / 8.0);
-        let rate = task.known_rate.or(known);
-        let asking = Asking {
-            guest: task.offer.guest.name.clone(),
-            source: task.source.parts.config.name.clone(),
-            strategy: self.entry().migration().strategy,
-            downtime: task.downtime,
-            rate_bytes_per_s: rate.map(|rate| limit.map_or(rate, |limit| rate.min(limit))),
-            rtt: self.session.as_ref().map(|session| session.control.rtt()),
-            early_release: self.entry().migration().asked.early_release,
-            convergence: self.entry().migration().asked.convergence,
-            disk_bytes: task.disk_bytes,
-        };
-        let prediction = plan::predict(&look, &asking);
-        if let Some(note) = &prediction.note {
-            tracing::warn!(migration = %task.offer.migration, "{note}");
-        }
-        self.entry()
-            .report_with(|report| report.predicted = Some(prediction));
     }
 
     /// Reports the guest's clock as the destination measured it.
@@ -227,7 +188,10 @@ impl SourceAttempt {
             }
         });
         match self.state() {
-            SourceState::Closed { here: false } => self.entry().end(Outcome::Completed, None),
+            SourceState::Closed { here: false } => {
+                self.entry().end(Outcome::Completed, None);
+                self.judge_prediction();
+            }
             _ => {
                 let failure = self.failure.take();
                 let failure =
