@@ -48,8 +48,8 @@ pub use realm::{
     RealmStanding, RealmStatus,
 };
 pub use report::{
-    BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,
-    Judgements, KeptMemoryReport, PhaseTime, Report, VerifyResult,
+    BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, FaultReport, GuestClock, HookRun,
+    HostCost, Judgements, KeptMemoryReport, PhaseTime, Report, VerifyResult,
 };
 pub use tracked_writes::{TrackedDisk, TrackedWrites, Tracking};
 

@@ -82,6 +82,10 @@ pub struct Report {
     pub dirty_rate_bytes_per_s: Option<u64>,
     /// Number of interruptions of the link that the migration survived.
     pub interruptions: Option<u32>,
+    /// Pages that the guest waited for while its memory followed; null if none followed, or the
+    /// destination's agent was restarted meanwhile.
+    #[serde(default)]
+    pub faults: Option<FaultReport>,
     /// Cost of the move on both hosts.
     pub cost: Cost,
     /// Result of the comparison of memory and disks; null if it was not requested or not completed.
@@ -121,6 +125,22 @@ impl Report {
             downtime_ms: judge(predicted.downtime_ms, downtime_ms),
         })
     }
+}
+
+/// The pages that a guest waited for while its memory followed. A wait is the time from QEMU's
+/// request for a page to the page's arrival.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct FaultReport {
+    /// Number of pages.
+    pub pages: u64,
+    /// Number of pages for each GiB of the guest's memory.
+    pub pages_per_gib: f64,
+    /// Median wait, in milliseconds.
+    pub median_ms: f64,
+    /// 99th percentile of the waits, in milliseconds.
+    pub p99_ms: f64,
+    /// Longest wait, in milliseconds.
+    pub longest_ms: f64,
 }
 
 /// The cached memory of a guest that left.

@@ -229,9 +229,7 @@ impl Trouble {
                     first > 0
                 });
                 assert!(is_shown, "nothing is missing");
-                let comes = wait_until(LIMIT, || {
-                    missing(stage, to, &guest.name) <= first / 4 * 3
-                });
+                let comes = wait_until(LIMIT, || missing(stage, to, &guest.name) <= first / 4 * 3);
                 assert!(comes, "nothing of {first} blocks comes");
             }
         }

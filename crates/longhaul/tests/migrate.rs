@@ -255,6 +255,7 @@ fn report() -> Report {
         clock: None,
         hooks: Vec::new(),
         kept_memory: None,
+        faults: None,
     }
 }
 

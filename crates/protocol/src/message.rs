@@ -12,6 +12,7 @@
 //!   (guest stopped)
 //!   === pieces of DeviceState (bulk) ====>
 //!   Complete(epoch, frames) ------------->   all frames applied: QEMU loads
+//!   <----------------------------- Loading   only where memory follows
 //!   <------------------------------ Loaded
 //!   [VerifyRegion -> Digests]*, Verified     only where it was asked for
 //!   <------------------------------- Ready   journal: READY
@@ -21,6 +22,7 @@
 //!   HeldFrames* -------------------------->   for the guest's cards
 //!   <--------------------------- Committed
 //!   (journal: DONE)                          no block is missing: journal: ALL-PRESENT
+//!   <------------------------------ Faults   only where memory followed
 //!   <-------------------------- AllPresent
 //!   (QEMU quit; journal: CLOSED)
 //!   Done -------------------------------->   journal: CLOSED
@@ -317,6 +319,11 @@ pub enum ToSource {
         /// Number of the sampled blocks that are here.
         found: u32,
     },
+    /// Everything is here that has to be, and QEMU loads the guest: blocks of memory that follows
+    /// are taken from now on. From version 3 on.
+    Loading,
+    /// The pages that the guest has waited for, once all of its memory is here. From version 3 on.
+    Faults(Faults),
 }
 
 /// The state of an attempt at the destination.
@@ -536,6 +543,19 @@ pub struct Summary {
     pub agent_peak_bytes: u64,
     /// Bytes read from the repository of base images.
     pub repository_bytes: u64,
+}
+
+/// The pages of memory that a guest has waited for since it runs at the destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Faults {
+    /// Number of pages.
+    pub pages: u64,
+    /// Median of the times from the request for a page to its arrival, in microseconds.
+    pub median_us: u64,
+    /// Their 99th percentile.
+    pub p99_us: u64,
+    /// The longest of them.
+    pub longest_us: u64,
 }
 
 /// The clock of a running guest against the destination's; negative: behind it.

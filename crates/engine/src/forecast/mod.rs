@@ -408,8 +408,8 @@ mod tests {
         let (can, cannot) = (far(1000), far(300));
         assert!(can.misses == 0.0 && cannot.misses == 1.0);
         let more = cannot.total_s.likely - can.total_s.likely;
-        // The duration of a short pass varies, and long ones vary more: the median of a sum is above
-        // the sum of the medians.
+        // The duration of a short pass varies, and long ones vary more: the median of a sum is
+        // above the sum of the medians.
         assert!(more > 6.0 * 0.5 && more < 6.0 * 0.6, "{more}");
         assert!(is_about(cannot.downtime_s.likely, 0.5));
     }

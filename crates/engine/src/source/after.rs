@@ -1,7 +1,7 @@
 //! The source from the stop to the end of the drain: the list of missing blocks, and how they are
 //! sent.
 
-use super::{Class, Link, Source, SourceError};
+use super::{Class, Link, Region, Source, SourceError};
 use crate::chunk;
 use crate::remaining::{self, List, Remaining};
 use longhaul_codec::BlockId;
@@ -97,6 +97,16 @@ impl Source {
             remaining,
             next_chunk,
         }))
+    }
+
+    /// Lets memory that follows travel, because the destination takes it: it has all promised
+    /// blocks and the lists, and loads the guest. Valid for the connection.
+    pub fn loading(&mut self) {
+        self.loading = true;
+        self.missing_from.get_or_insert(self.next_seq);
+        let memory = self.regions.iter_mut();
+        let memory = memory.filter(|region| region.is_listed() && !region.is_written_late());
+        memory.for_each(|region| region.map.drain());
     }
 
     /// Begins the drain: the destination has all promised blocks and the lists. Missing blocks
@@ -229,9 +239,11 @@ impl Source {
         FRAME_BLOCKS_MIN.max((bytes / BLOCK_SIZE as f64) as usize)
     }
 
-    /// Takes missing blocks: the wanted ones, or as many of the others as there is room for.
+    /// Takes missing blocks: the wanted ones, or as many of the others as there is room for. While
+    /// the destination loads the guest, these are of memory, and wanted ones travel before.
     pub(super) fn take_left(&mut self, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
-        let wanted = self.pending(Class::Wanted) > 0;
+        let draining = self.draining;
+        let wanted = draining && self.pending(Class::Wanted) > 0;
         if !wanted && !self.may_send_left() {
             return;
         }
@@ -239,7 +251,8 @@ impl Source {
             true => max_blocks,
             false => max_blocks.min(self.frame_blocks()),
         };
-        for region in self.regions.iter_mut() {
+        let may_travel = |region: &&mut Region| draining || !region.is_written_late();
+        for region in self.regions.iter_mut().filter(may_travel) {
             let id = region.spec.id;
             let room = max_blocks - blocks.len();
             let push = |block| blocks.push(BlockId { region: id, block });

@@ -137,6 +137,8 @@ pub struct Source {
     connected: bool,
     frozen: bool,
     closed: bool,
+    /// Whether the destination loads the guest, and takes memory that follows.
+    loading: bool,
     draining: bool,
     sent: Sent,
     costs: Costs,
@@ -219,6 +221,7 @@ impl Source {
             connected: true,
             frozen: false,
             closed: false,
+            loading: false,
             draining: false,
             sent: Sent::default(),
             costs: Costs::default(),
@@ -470,6 +473,7 @@ impl Source {
     /// Handles the loss of the connection: frames that were not acknowledged are pending again.
     pub fn connection_lost(&mut self) {
         self.connected = false;
+        self.loading = false;
         self.missing_from = None;
         for (seq, flight) in std::mem::take(&mut self.flights) {
             self.unpin(&flight.pinned);

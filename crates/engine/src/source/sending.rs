@@ -66,6 +66,9 @@ impl Source {
             self.take_left(max_blocks, seq, &mut blocks);
         } else {
             turn = self.take_before(max_blocks, seq, &mut blocks);
+            if self.loading && blocks.is_empty() {
+                self.take_left(max_blocks, seq, &mut blocks);
+            }
         }
         if blocks.is_empty() {
             return Ok(None);
@@ -208,13 +211,14 @@ impl Source {
             };
             let index = id.block as usize;
             let region = &mut self.regions[id.region];
-            // Wanted blocks, and blocks for a destination where the guest runs, do not rely on its
-            // content; nor do promised blocks, since the list does not wait for mismatches.
-            let plain = self.draining || region.mirror.is_some() || !region.promised.is_empty();
             // Listed memory is missing there, whatever it held before.
             let is_missing = self.frozen && region.is_listed() && !region.is_written_late();
+            // Wanted blocks, and blocks for a destination where the guest runs, do not rely on its
+            // content; nor do promised blocks, since the list does not wait for mismatches.
+            let guest_is_there = self.draining || is_missing;
+            let plain = guest_is_there || region.mirror.is_some() || !region.promised.is_empty();
             let map = &mut region.map;
-            if !self.draining && !is_missing && map.holds(index, &digest) {
+            if !guest_is_there && map.holds(index, &digest) {
                 map.skip(index, seq);
                 self.sent.same_blocks += 1;
                 decisions.push(Decision::Skip);

@@ -1,6 +1,6 @@
 //! Tests memory that is left for after the switchover.
 
-use super::{MEMORY, MS, acknowledge, begin, settle, spec, take};
+use super::{DISK, MEMORY, MS, acknowledge, begin, settle, spec, take};
 use longhaul_codec::{Decision, Staged};
 use longhaul_engine::remaining::Remaining;
 use longhaul_engine::source::{Advice, Downtime, Source, Unseen};
@@ -198,4 +198,40 @@ fn memory_follows_only_a_guest_that_writes_too_fast() {
     assert_eq!(stops_in_time(500), (StopReason::WithinLimit, false));
     // 80 MB/s: nothing of it has to be there at the stop, which is as short as requested.
     assert_eq!(stops_in_time(20_000), (StopReason::WithinLimit, true));
+}
+
+#[test]
+fn memory_that_follows_travels_while_the_destination_loads_the_guest() {
+    let wish = Wish::downtime(MS * 300);
+    let mut source = Source::new(Strategy::HYBRID, &[spec(MEMORY, 640)], wish, MS).unwrap();
+    source.add(&spec(DISK, 64), Strategy::POSTCOPY).unwrap();
+    begin(&mut source);
+    settle(&mut source);
+    pass(&mut source, 1, &[(0, 64), (300, 2)]);
+    source.frozen();
+    source.closed();
+    assert_eq!(source.advise(MS), Advice::Complete);
+    assert!(take(&mut source).is_none());
+    source.loading();
+    let first = take(&mut source).unwrap();
+    let blocks: Vec<u64> = first.blocks.iter().map(|id| id.block).collect();
+    let expected = [0, 1, 2, 3, 4, 5, 300, 301];
+    assert_eq!(blocks, expected, "few written blocks go first");
+    // What the destination waits for goes before the others, and is on its way only once.
+    source.asked(MEMORY, BlockRange::new(300, 1)).unwrap();
+    source.asked(MEMORY, BlockRange::new(40, 1)).unwrap();
+    let wanted = take(&mut source).unwrap();
+    assert!(wanted.urgent && wanted.blocks.iter().all(|id| (32..48).contains(&id.block)));
+    acknowledge(&mut source, &first);
+    // A lost connection ends it, and loses what was not acknowledged.
+    source.connection_lost();
+    source.connected();
+    let again = take(&mut source).unwrap();
+    assert!(again.blocks.iter().all(|id| (32..48).contains(&id.block)));
+    acknowledge(&mut source, &again);
+    assert!(take(&mut source).is_none());
+    assert_eq!(left(&source), [(0, 1, !(0x3f | 0xffff << 32))]);
+    source.handed_over();
+    assert_eq!(settle(&mut source), (42, 64), "now the disk follows too");
+    assert!(source.is_drained());
 }

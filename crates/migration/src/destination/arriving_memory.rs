@@ -10,9 +10,10 @@
 //! [`ArrivingMemory`] any more. The guest waits only for pages that are missing.
 
 use crate::destination::page_server::{self, Started};
-use crate::destination::store::Store;
+use crate::destination::store::{GONE, Store, Taken};
 use crate::host::lock::lock;
 use crate::host::memory_notes::{ArrivingNote, ArrivingRegion, MemoryNote};
+use hdrhistogram::Histogram;
 use longhaul_codec::{BlockId, BlockWrite, Content};
 use longhaul_engine::destination::Destination;
 use longhaul_engine::presence::Presence;
@@ -24,18 +25,18 @@ use longhaul_hypervisor::memory::{
 };
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::disk::List;
+use longhaul_protocol::message::Faults;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionKind, RegionSpec};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
-use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::Instant;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::block_in_place;
 
-/// Time limit for QEMU's page server to take pages.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Significant decimal digits of the waits that are counted.
+const WAIT_DIGITS: u8 = 2;
 
 /// The source's lists of blocks of memory that follow.
 #[derive(Default)]
@@ -166,17 +167,48 @@ pub(crate) struct ArrivingMemory {
     shared: Arc<Mutex<Shared>>,
 }
 
-#[derive(Default)]
 struct Shared {
     missing_blocks: u64,
-    /// Blocks that the guest waits for.
-    asked: BTreeSet<(RegionId, u64)>,
+    /// Blocks that the guest waits for, and since when.
+    asked: BTreeMap<(RegionId, u64), Instant>,
+    /// How long it has waited for others, in microseconds.
+    waits: Option<Histogram<u64>>,
     whole: bool,
+}
+
+impl Shared {
+    fn new() -> Self {
+        Self {
+            missing_blocks: 0,
+            asked: BTreeMap::new(),
+            waits: Histogram::new(WAIT_DIGITS).ok(),
+            whole: false,
+        }
+    }
+
+    /// Records that the guest waits for blocks.
+    fn asked(&mut self, region: RegionId, blocks: BlockRange) {
+        let now = Instant::now();
+        for block in blocks.blocks() {
+            self.asked.entry((region, block)).or_insert(now);
+        }
+    }
+
+    /// Records that blocks have come.
+    fn came(&mut self, region: RegionId, blocks: BlockRange) {
+        for block in blocks.blocks() {
+            let since = self.asked.remove(&(region, block));
+            if let Some((since, waits)) = since.zip(self.waits.as_mut()) {
+                let wait_us = u64::try_from(since.elapsed().as_micros());
+                waits.saturating_record(wait_us.unwrap_or(u64::MAX));
+            }
+        }
+    }
 }
 
 enum Order {
     /// Give QEMU these blocks, and say when the page server has them.
-    Give(Vec<Piece>, std::sync::mpsc::Sender<()>),
+    Give(Vec<Piece>, oneshot::Sender<()>),
     /// Say what is missing.
     Missing(oneshot::Sender<Vec<(RegionId, Vec<Remaining>)>>),
 }
@@ -214,7 +246,7 @@ pub(crate) fn hold() -> (
 ) {
     let (orders, taken) = mpsc::unbounded_channel();
     let (news, heard) = mpsc::unbounded_channel();
-    let shared = Arc::<Mutex<Shared>>::default();
+    let shared = Arc::new(Mutex::new(Shared::new()));
     let serving = Serving {
         orders: taken,
         news,
@@ -227,10 +259,10 @@ impl ArrivingMemory {
     /// Gives QEMU blocks. Those that are not missing are left out. Returns what says when the page
     /// server has these, and all that were given before.
     fn give(&self, pieces: Vec<Piece>) -> Result<Taken, String> {
-        let (done, taken) = std::sync::mpsc::channel();
+        let (done, taken) = oneshot::channel();
         let ordered = self.orders.send(Order::Give(pieces, done));
         ordered.map_err(|_| GONE.to_owned())?;
-        Ok(Taken(taken))
+        Ok(Taken::when(taken))
     }
 
     /// Returns the missing blocks of each region that lacks some; `None` if QEMU is gone.
@@ -243,7 +275,7 @@ impl ArrivingMemory {
     /// Returns the blocks that the guest waits for.
     pub(crate) fn asked(&self) -> Vec<(RegionId, BlockRange)> {
         let shared = lock(&self.shared);
-        let asked = shared.asked.iter();
+        let asked = shared.asked.keys();
         let one = |(region, block): &(RegionId, u64)| (*region, BlockRange::new(*block, 1));
         asked.map(one).collect()
     }
@@ -257,22 +289,17 @@ impl ArrivingMemory {
     pub(crate) fn is_whole(&self) -> bool {
         lock(&self.shared).whole
     }
-}
 
-/// Why QEMU takes nothing more.
-const GONE: &str = "its QEMU is not served any more";
-
-/// Says when the page server has what was given.
-struct Taken(std::sync::mpsc::Receiver<()>);
-
-impl Taken {
-    /// Blocks the thread.
-    fn wait(self) -> Result<(), String> {
-        match self.0.recv_timeout(PATIENCE) {
-            Ok(()) => Ok(()),
-            Err(RecvTimeoutError::Timeout) => Err("its QEMU takes no pages".to_owned()),
-            Err(RecvTimeoutError::Disconnected) => Err(GONE.to_owned()),
-        }
+    /// Returns what the guest has waited for since this agent serves QEMU.
+    pub(crate) fn faults(&self) -> Option<Faults> {
+        let shared = lock(&self.shared);
+        let waits = shared.waits.as_ref()?;
+        Some(Faults {
+            pages: waits.len(),
+            median_us: waits.value_at_quantile(0.5),
+            p99_us: waits.value_at_quantile(0.99),
+            longest_us: waits.max(),
+        })
     }
 }
 
@@ -313,8 +340,8 @@ impl Store for ArrivingStore {
         Ok(())
     }
 
-    fn flush(&mut self) -> Result<(), String> {
-        self.last.take().map_or(Ok(()), Taken::wait)
+    fn unfinished(&mut self) -> Option<Taken> {
+        self.last.take()
     }
 }
 
@@ -523,7 +550,7 @@ struct Served {
     /// Whom to tell that the devices are loaded.
     loading: Option<oneshot::Sender<Result<(), IncomingError>>>,
     /// Whom to tell that the page server has what they gave.
-    given: Vec<std::sync::mpsc::Sender<()>>,
+    given: Vec<oneshot::Sender<()>>,
 }
 
 impl Served {
@@ -595,8 +622,7 @@ impl Served {
             ?pages,
             "the guest waits for memory"
         );
-        let asked = pages.blocks().map(|page| (place.region, page));
-        lock(&self.serving.shared).asked.extend(asked);
+        lock(&self.serving.shared).asked(place.region, pages);
         let _ = self
             .serving
             .news
@@ -630,9 +656,7 @@ impl Served {
         self.arriving.give(place.block, &pages);
         let mut shared = lock(&self.serving.shared);
         shared.missing_blocks = self.arriving.missing();
-        for page in range.blocks() {
-            shared.asked.remove(&(region, page));
-        }
+        shared.came(region, range);
     }
 
     fn missing(&self) -> Vec<(RegionId, Vec<Remaining>)> {
@@ -660,6 +684,24 @@ mod tests {
             durable,
             starts_zero: true,
         }
+    }
+
+    #[test]
+    fn a_page_is_waited_for_once_from_its_first_request_until_it_comes() {
+        let (memory, serving, _news) = hold();
+        let came = |blocks| lock(&serving.shared).came(MEMORY, blocks);
+        assert_eq!(memory.faults().map(|faults| faults.pages), Some(0));
+        lock(&serving.shared).asked(MEMORY, BlockRange::new(5, 2));
+        lock(&serving.shared).asked(MEMORY, BlockRange::new(5, 1));
+        assert_eq!(memory.counts().1, 2);
+        // One of these was not asked for.
+        came(BlockRange::new(6, 2));
+        came(BlockRange::new(5, 1));
+        came(BlockRange::new(5, 1));
+        assert_eq!(memory.asked(), []);
+        let faults = memory.faults().unwrap();
+        assert_eq!(faults.pages, 2);
+        assert!(faults.median_us <= faults.p99_us && faults.p99_us <= faults.longest_us);
     }
 
     #[test]

@@ -493,6 +493,14 @@ impl DestinationAttempt {
         Ok(())
     }
 
+    /// Tells the source that memory that follows is taken from now on, if there is some.
+    fn say_loading(&mut self) -> Option<Event> {
+        match self.inbound.lacks_memory() {
+            true => self.post(ToSource::Loading),
+            false => None,
+        }
+    }
+
     /// Passes on what QEMU asks for.
     async fn of_memory(&mut self, news: MemoryNews) {
         match news {

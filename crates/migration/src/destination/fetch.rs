@@ -513,6 +513,7 @@ impl Fetch {
         let whole = self.is_whole() && !self.is_to_be_compared();
         if whole && *self.state() == (DestinationState::Running { all_present: false }) {
             tracing::info!(guest = self.guest(), "nothing of it is left at the source");
+            self.tell_faults().await;
             self.tell_core(Event::AllPresent).await;
             // The exports can be removed now.
             self.retry_at -= RETRY_EVERY;

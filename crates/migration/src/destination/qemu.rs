@@ -391,6 +391,11 @@ impl DestinationQemu {
         }
     }
 
+    /// Returns whether memory is missing that follows. To be asked after [`Self::load`].
+    pub(crate) fn lacks_memory(&self) -> bool {
+        self.lacks
+    }
+
     /// Returns the part of its memory that may follow when it runs here.
     pub(crate) fn follows(&self) -> Pulled {
         self.follows

@@ -4,7 +4,7 @@ use crate::carrier::{CarrierError, FrameSource};
 use crate::destination::arriving_memory::{ArrivingMemory, ArrivingStore, Lists};
 use crate::destination::disks::Disks;
 use crate::destination::local_content::Kept;
-use crate::destination::store::Store;
+use crate::destination::store::{Store, Taken};
 use crate::host::memory_notes::ArrivingRegion;
 use crate::limits::peer_quota::{Means, Pace};
 use crate::limits::shared_dedup::Others;
@@ -378,7 +378,10 @@ impl Receiving {
                         complete |= everything;
                         self.pace.came(blocks, Instant::now());
                     }
-                    block_in_place(|| self.lock().flush()).map_err(ReceiveError::Store)?;
+                    let unfinished = self.lock().unfinished();
+                    if let Some(taken) = unfinished {
+                        taken.wait().await.map_err(ReceiveError::Store)?;
+                    }
                     acknowledge_at = Some(next_at);
                     if complete {
                         acknowledge_at = Some(Instant::now());
@@ -420,9 +423,9 @@ impl Receiving {
 }
 
 impl Inner {
-    /// Waits until the memory that has arrived is where it belongs.
-    fn flush(&mut self) -> Result<(), String> {
-        self.store.as_mut().map_or(Ok(()), |store| store.flush())
+    /// Returns what says when the memory that has arrived is where it belongs.
+    fn unfinished(&mut self) -> Option<Taken> {
+        self.store.as_mut()?.unfinished()
     }
 
     fn is_complete(&self) -> bool {

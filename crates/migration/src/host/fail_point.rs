@@ -131,6 +131,9 @@ named! { ToSource in TO_SOURCE by to_source_name:
     AnswerLacking "answer" [],
     Arbiter "arbiter" [],
     Known "known" [],
+    // No memory of a guest of the crash matrix follows.
+    Loading "loading" [],
+    Faults "faults" [],
 }
 
 impl Named for ToDestination {

@@ -38,7 +38,7 @@ use crate::source::verify::{Comparison, Next};
 use crate::status::in_doubt::record_of;
 use crate::status::migration::Entry;
 use crate::status::registry::Reservation;
-use crate::status::{failure, in_doubt};
+use crate::status::{failure, faults, in_doubt};
 use longhaul_api::{ApiError, HandoverRecord, Outcome, Phase, Resolve};
 use longhaul_attempt::source::{Event as CoreEvent, FromDestination};
 use longhaul_engine::handover::{SourceState, Terms};
@@ -114,8 +114,8 @@ pub(crate) struct SourceAttempt {
     wire_bytes: (u64, u64),
     stopped: Option<StoppedAt>,
     announced: Option<(Epoch, u64)>,
-    /// Whether the destination has asked for memory while it loads the guest.
-    asked: bool,
+    /// Whether the destination loads the guest, and takes memory that follows.
+    loading: bool,
     /// Whether frames that come for the guest are passed on: from COMMIT until QEMU ends.
     passes_on: bool,
     /// The pass that was current when another was requested, and the time of the request.
@@ -196,7 +196,7 @@ impl SourceAttempt {
             wire_bytes: (0, 0),
             stopped: None,
             announced: None,
-            asked: false,
+            loading: false,
             passes_on: false,
             asked_pass: None,
             disks: Disks::default(),
@@ -466,6 +466,7 @@ impl SourceAttempt {
             ToSource::Digests { .. } if self.draining.is_some() => {
                 self.hear_of_left(&message).await;
             }
+            ToSource::Loading if self.announced.is_some() => self.loading(),
             ToSource::Loaded => {
                 if let Some(stopped) = &mut self.stopped {
                     stopped.loaded_at.get_or_insert_with(Instant::now);
@@ -487,6 +488,11 @@ impl SourceAttempt {
                 }
             }
             ToSource::Clock(clock) => self.tell_clock(clock),
+            ToSource::Faults(said) => {
+                let memory = self.task.outbound.regions();
+                let entry = self.entry();
+                entry.report_with(|report| faults::report(&said, memory, report));
+            }
             _ => {
                 let error = "an answer that nothing was asked for";
                 self.fail(failure::protocol(&self.task.host, &error)).await;

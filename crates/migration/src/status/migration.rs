@@ -128,6 +128,7 @@ impl Entry {
             dirty_rate_bytes_per_s: None,
             interruptions: None,
             cost: Cost::default(),
+            faults: None,
             verify: None,
             clock: None,
             hooks: Vec::new(),

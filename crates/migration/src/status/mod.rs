@@ -4,6 +4,7 @@ pub(crate) mod archive;
 pub(crate) mod changes;
 pub(crate) mod events;
 pub(crate) mod failure;
+pub(crate) mod faults;
 pub(crate) mod guest_clock;
 pub(crate) mod held;
 pub(crate) mod hooks;

@@ -4,8 +4,9 @@ use super::figure::{self, bare_ms, byte_rate};
 use super::image;
 use crate::cli::paint::{Line, Tone, columns, wrap};
 use longhaul_api::{
-    BaseChoice, BytesByKind, ClockTeller, DiskChoice, DiskReport, DowntimeParts, GuestClock,
-    HookRun, HostCost, Judgement, Outcome, Phase, Report, StopChoice, StopReason, StopRule,
+    BaseChoice, BytesByKind, ClockTeller, DiskChoice, DiskReport, DowntimeParts, FaultReport,
+    GuestClock, HookRun, HostCost, Judgement, Outcome, Phase, Report, StopChoice, StopReason,
+    StopRule,
 };
 use longhaul_protocol::units::show_bytes;
 
@@ -235,6 +236,9 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
     if !memory.is_empty() {
         line("memory", memory.join(" · "));
     }
+    if let Some(faults) = &report.faults {
+        line("waits", self::faults(faults));
+    }
     for disk in &report.disks {
         line(&disk.name, self::disk(disk));
     }
@@ -318,6 +322,26 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
         line("agent", costs.join("; "));
     }
     lines
+}
+
+fn faults(faults: &FaultReport) -> String {
+    let FaultReport {
+        pages,
+        pages_per_gib,
+        median_ms,
+        p99_ms,
+        longest_ms,
+    } = *faults;
+    if pages == 0 {
+        return "for no page of its memory".to_owned();
+    }
+    format!(
+        "for {pages} pages ({pages_per_gib:.0} per GiB) · half within {} ms, 99 % within {} ms, \
+         longest {} ms",
+        bare_ms(median_ms),
+        bare_ms(p99_ms),
+        bare_ms(longest_ms),
+    )
 }
 
 fn disk(disk: &DiskReport) -> String {
@@ -428,6 +452,24 @@ mod tests {
     fn a_report_of_a_completed_migration() {
         golden::check_lines("report", &report(&sample::report(), 140), 140);
         golden::check_lines("report_narrow", &report(&sample::report(), 72), 72);
+    }
+
+    #[test]
+    fn the_waits_of_a_guest_whose_memory_followed() {
+        let waited = FaultReport {
+            pages: 312,
+            pages_per_gib: 2496.0,
+            median_ms: 21.4,
+            p99_ms: 44.0,
+            longest_ms: 95.2,
+        };
+        let said =
+            "for 312 pages (2496 per GiB) · half within 21 ms, 99 % within 44 ms, longest 95 ms";
+        assert_eq!(faults(&waited), said);
+        assert_eq!(
+            faults(&FaultReport { pages: 0, ..waited }),
+            "for no page of its memory"
+        );
     }
 
     #[test]

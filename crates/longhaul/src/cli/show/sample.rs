@@ -380,6 +380,7 @@ pub(crate) fn report() -> Report {
             different_blocks: 0,
             first_difference: None,
         }),
+        faults: None,
         clock: Some(GuestClock {
             told_by: ClockTeller::GuestAgent,
             before_ms: -2140,

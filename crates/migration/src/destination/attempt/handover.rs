@@ -296,7 +296,10 @@ impl DestinationOwner for DestinationAttempt {
                 let machine = Box::new(self.inbound.machine().clone());
                 self.post(ToSource::Accepted { machine })
             }
-            Action::Load => self.load().err().map(Event::GiveUp),
+            Action::Load => match self.load() {
+                Ok(()) => self.say_loading(),
+                Err(why) => Some(Event::GiveUp(why)),
+            },
             Action::AskReady => {
                 self.entry.enter(Phase::HandingOver);
                 let answer = self.companions.released().await;

@@ -6,9 +6,10 @@ use crate::destination::fetch::connection::missing;
 use crate::destination::fetch::{Fetch, send};
 use crate::destination::page_server;
 use crate::host::memory_notes::{ArrivingNote, ArrivingRegion, MemoryNote};
+use crate::status::faults;
 use longhaul_api::RegionProgress;
 use longhaul_hypervisor::Guest;
-use longhaul_protocol::message::ToSource;
+use longhaul_protocol::message::{Faults, ToSource};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -24,6 +25,10 @@ pub(crate) struct FetchedMemory {
     trouble: Option<String>,
     /// How many blocks the source cannot read.
     unreadable_blocks: u64,
+    /// What the guest has waited for, if this agent knows it from the beginning.
+    faults: Option<Faults>,
+    /// Whether this agent has served QEMU from the beginning.
+    from_the_start: bool,
 }
 
 /// Waits for news of memory.
@@ -47,14 +52,28 @@ impl FetchedMemory {
     /// Goes on with what the attempt has of it, or with the note of an earlier agent.
     pub(super) fn new(mut note: ArrivingNote, following: Option<Following>) -> Self {
         note.whole |= following.as_ref().is_some_and(|it| it.memory.is_whole());
+        let from_the_start = following.is_some();
         let (served, news) = following.map(|it| (it.memory, it.news)).unzip();
-        Self {
+        let mut memory = Self {
             note,
             served,
             news,
             trouble: None,
             unreadable_blocks: 0,
+            faults: None,
+            from_the_start,
+        };
+        if memory.note.whole {
+            memory.is_here();
         }
+        memory
+    }
+
+    /// Records that QEMU has all memory, and what the guest has waited for.
+    fn is_here(&mut self) {
+        self.note.whole = true;
+        let served = self.served.take().filter(|_| self.from_the_start);
+        self.faults = served.and_then(|served| served.faults());
     }
 
     pub(super) fn specs(&self) -> Vec<RegionSpec> {
@@ -151,8 +170,7 @@ impl Fetch {
             }
             MemoryNews::Whole => {
                 if let Some(memory) = &mut self.memory {
-                    memory.note.whole = true;
-                    memory.served = None;
+                    memory.is_here();
                 }
                 self.note_memory();
                 tracing::info!(guest = self.guest(), "all of its memory is here");
@@ -162,10 +180,23 @@ impl Fetch {
             MemoryNews::Gone(why) => {
                 if let Some(memory) = &mut self.memory {
                     memory.served = None;
+                    memory.from_the_start = false;
                 }
                 self.pause(&format!("its QEMU does not take memory: {why}"));
             }
         }
+    }
+
+    /// Reports what the guest has waited for, here and at the source.
+    pub(super) async fn tell_faults(&mut self) {
+        let memory = self.memory.as_ref();
+        let Some((memory, faults)) = memory.and_then(|it| Some((it, it.faults?))) else {
+            return;
+        };
+        if let Some(entry) = &self.begun.entry {
+            entry.report_with(|report| faults::report(&faults, &memory.specs(), report));
+        }
+        self.tell(&ToSource::Faults(faults)).await;
     }
 
     /// Ends a guest whose missing memory is given up: it cannot go on without. Returns what is

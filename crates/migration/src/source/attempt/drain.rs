@@ -52,6 +52,15 @@ impl SourceAttempt {
         }
     }
 
+    /// Sends memory that follows from now on: the destination takes it while it loads the guest.
+    pub(crate) fn loading(&mut self) {
+        if self.draining.is_none() {
+            self.loading = true;
+            self.task.sending.engine().loading();
+            self.task.sending.wake();
+        }
+    }
+
     /// Takes what the destination asks for while it loads the guest.
     pub(crate) async fn asked_for(&mut self, region: RegionId, ranges: &[BlockRange]) {
         tracing::debug!(
@@ -59,7 +68,7 @@ impl SourceAttempt {
             ?ranges,
             "the destination asks for memory"
         );
-        self.asked = true;
+        self.loading = true;
         let asked = {
             let mut engine = self.task.sending.engine();
             let mut ranges = ranges.iter();

@@ -357,6 +357,10 @@ impl SourceAttempt {
         let (Some(line), Some(stopped)) = (self.line(), &self.stopped) else {
             return;
         };
+        // What travels while the destination loads the guest is not waited for.
+        if self.announced.is_some_and(|(epoch, _)| epoch == line.epoch) && self.loading {
+            return;
+        }
         if self.task.sending.engine().advise(self.began.elapsed()) != Advice::Complete {
             self.task.sending.wake();
             return;
@@ -364,10 +368,6 @@ impl SourceAttempt {
         // The engine has nothing more to send, so the count does not change any more.
         let announcement = (line.epoch, line.frames());
         if self.announced == Some(announcement) {
-            return;
-        }
-        // What the destination asks for while it loads the guest is not waited for.
-        if self.announced.is_some_and(|(epoch, _)| epoch == line.epoch) && self.asked {
             return;
         }
         self.announced = Some(announcement);
