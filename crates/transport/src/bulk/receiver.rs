@@ -22,8 +22,29 @@ const FRAMES_WAITING: usize = 2;
 pub struct BulkReceiver {
     link: Link,
     binding: BulkBinding,
-    frames: Mutex<mpsc::Receiver<Result<Bytes, BulkError>>>,
+    frames: Mutex<Frames>,
     acknowledgements: Mutex<MessageWriter>,
+}
+
+type FrameSender = mpsc::Sender<Result<Bytes, BulkError>>;
+
+/// Frames of the streams.
+struct Frames {
+    /// Those of the last stream.
+    ahead: mpsc::Receiver<Result<Bytes, BulkError>>,
+    others: mpsc::Receiver<Result<Bytes, BulkError>>,
+}
+
+impl Frames {
+    /// Returns the next frame; `None` when all streams have ended.
+    async fn next(&mut self) -> Option<Result<Bytes, BulkError>> {
+        tokio::select! {
+            biased;
+            Some(frame) = self.ahead.recv() => Some(frame),
+            Some(frame) = self.others.recv() => Some(frame),
+            else => None,
+        }
+    }
 }
 
 impl BulkReceiver {
@@ -41,12 +62,15 @@ impl BulkReceiver {
         back.write_all(&header.encode())
             .await
             .map_err(|_| link.lost_or_cut())?;
-        let (sender, frames) = mpsc::channel(FRAMES_WAITING);
+        let (sender, others) = mpsc::channel(FRAMES_WAITING);
+        let (ahead_sender, ahead) = mpsc::channel(FRAMES_WAITING);
+        let frames = Frames { ahead, others };
+        let senders = (sender, ahead_sender);
         tokio::spawn(accept_streams(
             link.clone(),
             opening.binding,
             opening.streams,
-            sender,
+            senders,
         ));
         let writer = MessageWriter::new(link.clone(), back, ACKNOWLEDGEMENT_BYTES_MAX);
         Ok(Self {
@@ -63,10 +87,10 @@ impl BulkReceiver {
     }
 
     /// Returns the next frame, or `None` when the sender has finished and all frames were returned.
-    /// Frames of one stream arrive in order, frames of different streams in any order. Safe to
-    /// cancel.
+    /// Frames of one stream arrive in order, frames of different streams in any order; those of the
+    /// last stream overtake all that were not returned yet. Safe to cancel.
     pub async fn recv(&self) -> Result<Option<Bytes>, BulkError> {
-        match self.frames.lock().await.recv().await {
+        match self.frames.lock().await.next().await {
             Some(Ok(frame)) => Ok(Some(frame)),
             Some(Err(error)) => Err(error),
             None => match self.link.lost() {
@@ -159,12 +183,17 @@ async fn accept_streams(
     link: Link,
     binding: BulkBinding,
     streams: u8,
-    sender: mpsc::Sender<Result<Bytes, BulkError>>,
+    (sender, ahead): (FrameSender, FrameSender),
 ) {
-    for _ in 0..streams {
+    for number in 1..=streams {
+        // The library returns streams in the order in which they were opened.
         match link.connection.accept_uni().await {
             Ok(stream) => {
-                tokio::spawn(read_stream(link.clone(), binding, stream, sender.clone()));
+                let sender = match number == streams {
+                    true => ahead.clone(),
+                    false => sender.clone(),
+                };
+                tokio::spawn(read_stream(link.clone(), binding, stream, sender));
             }
             Err(error) => {
                 // After the receiver was dropped there is no one to report to.
@@ -179,7 +208,7 @@ async fn read_stream(
     link: Link,
     binding: BulkBinding,
     mut stream: RecvStream,
-    sender: mpsc::Sender<Result<Bytes, BulkError>>,
+    sender: FrameSender,
 ) {
     let result = async {
         read_header(&link, &mut stream, StreamKind::Frames, &binding).await?;

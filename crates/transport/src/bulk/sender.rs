@@ -29,8 +29,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 /// The queue in the library beyond the congestion window, in time at the current rate.
 const QUEUE_MS: u64 = 20;
 const QUEUE_BYTES_MIN: u64 = 128 << 10;
-/// The library's priorities of streams: of two with data, that with the higher one sends first.
-const PRIORITY: i32 = 0;
+/// The priority of the last stream in the library: of two with data, that with the higher one sends
+/// first. The others have 0.
 const PRIORITY_AHEAD: i32 = 1;
 const SEND_WINDOW_BYTES_MAX: u64 = 64 << 20;
 /// The number of frames that wait to be written, each on a stream of its own: more than one, so
@@ -58,6 +58,9 @@ struct Core {
     permits: u32,
     in_hand: Arc<Semaphore>,
     idle: Mutex<VecDeque<SendStream>>,
+    /// The last stream, whose frames the receiver hands on first; `None` while it is used, or if it
+    /// is the only stream.
+    ahead: Mutex<Option<SendStream>>,
     recent: Mutex<Recent>,
 }
 
@@ -181,6 +184,10 @@ async fn open_streams(
         written.map_err(|_| link.lost_or_cut())?;
         streams.push_back(stream);
     }
+    if let Some(last) = streams.back().filter(|_| opening.streams > 1) {
+        // Fails only when the stream was finished before.
+        let _ = last.set_priority(PRIORITY_AHEAD);
+    }
     Ok(streams)
 }
 
@@ -188,9 +195,13 @@ impl BulkSender {
     fn start(
         link: Link,
         binding: BulkBinding,
-        idle: VecDeque<SendStream>,
+        mut idle: VecDeque<SendStream>,
         limit: RateLimit,
     ) -> Self {
+        let ahead = match idle.len() {
+            0 | 1 => None,
+            _ => idle.pop_back(),
+        };
         let permits = FRAMES_IN_HAND.min(idle.len() as u32);
         let core = Arc::new(Core {
             header_bytes: header_bytes(link.address()),
@@ -200,6 +211,7 @@ impl BulkSender {
             permits,
             in_hand: Arc::new(Semaphore::new(permits as usize)),
             idle: Mutex::new(idle),
+            ahead: Mutex::new(ahead),
             recent: Mutex::new(Recent {
                 samples: VecDeque::new(),
                 rate_bps: 0,
@@ -285,6 +297,7 @@ impl BulkSender {
         all.forget();
         core.in_hand.close();
         let mut streams = std::mem::take(&mut *core.idle());
+        streams.extend(core.ahead().take());
         for stream in &mut streams {
             // Fails only when the stream was finished before.
             let _ = stream.finish();
@@ -325,31 +338,38 @@ impl Drop for Inner {
 impl BulkPermit {
     /// Sends a frame: the stream that was idle longest takes it whole.
     pub fn send(self, frame: Bytes) -> Result<(), BulkError> {
-        self.send_at(frame, PRIORITY)
+        self.send_over(false, frame)
     }
 
-    /// Sends a frame ahead of all that has not left this host yet.
+    /// Sends a frame ahead of all that has not left this host, and of all that the receiver has not
+    /// taken.
     pub fn send_ahead(self, frame: Bytes) -> Result<(), BulkError> {
-        self.send_at(frame, PRIORITY_AHEAD)
+        self.send_over(true, frame)
     }
 
-    fn send_at(self, frame: Bytes, priority: i32) -> Result<(), BulkError> {
+    fn send_over(self, ahead: bool, frame: Bytes) -> Result<(), BulkError> {
         if frame.len() > FRAME_BYTES_MAX {
             return Err(BulkError::TooLarge {
                 bytes: frame.len() as u64,
                 limit: FRAME_BYTES_MAX as u64,
             });
         }
-        // There are at least as many streams as permits, so one is idle.
-        let stream = self.core.idle().pop_front();
+        let last = if ahead {
+            self.core.ahead().take()
+        } else {
+            None
+        };
+        // The last stream may carry another such frame.
+        let ahead = last.is_some();
+        // There are at least as many others as permits, so one is idle.
+        let stream = last.or_else(|| self.core.idle().pop_front());
         let mut stream = stream.ok_or_else(|| self.core.finished())?;
         let Self { core, permit } = self;
         tokio::spawn(async move {
             let prefix = Bytes::copy_from_slice(&(frame.len() as u32).to_le_bytes());
             debug_assert_eq!(prefix.len(), PREFIX_BYTES);
-            // Fails only when the stream was finished before; the write says so.
-            let _ = stream.set_priority(priority);
             match stream.write_all_chunks(&mut [prefix, frame]).await {
+                Ok(()) if ahead => *core.ahead() = Some(stream),
                 Ok(()) => core.idle().push_back(stream),
                 // The peer stopped a stream, which the format does not allow.
                 Err(_) if core.link.lost().is_none() => {
@@ -373,6 +393,10 @@ impl fmt::Debug for BulkPermit {
 impl Core {
     fn idle(&self) -> std::sync::MutexGuard<'_, VecDeque<SendStream>> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ahead(&self) -> std::sync::MutexGuard<'_, Option<SendStream>> {
+        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn finished(&self) -> BulkError {
