@@ -13,7 +13,7 @@
 
 use super::incoming::{IncomingError, Loaded, POLL, POSTCOPY, connect, is_loaded, reason};
 use super::page_server::line::{
-    Inbox, Known, Message, PAGES_MAX, ToAgent, ToServer, put_ranges, ranges,
+    Inbox, Known, Message, PAGES_MAX, SEND_BUFFER_BYTES, ToAgent, ToServer, put_ranges, ranges,
 };
 use super::pages::{self, Pages};
 use super::source::set_capabilities;
@@ -23,6 +23,7 @@ use futures_util::future::BoxFuture;
 use longhaul_protocol::BlockRange;
 use longhaul_qemu_stream::return_path::{self, Message as ReturnPathMessage};
 use longhaul_qemu_stream::{Page, Prelude, RamBlock, Writer};
+use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::json;
 use std::collections::VecDeque;
@@ -108,8 +109,10 @@ impl PageServer {
     }
 
     async fn open(path: &Path) -> io::Result<Self> {
+        let stream = UnixStream::connect(path).await?;
+        set_socket_send_buffer_size(&stream, SEND_BUFFER_BYTES)?;
         Ok(Self {
-            stream: UnixStream::connect(path).await?,
+            stream,
             inbox: Inbox::default(),
         })
     }

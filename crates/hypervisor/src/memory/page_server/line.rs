@@ -18,6 +18,9 @@ use std::io;
 pub const MESSAGE_BYTES: usize = 32;
 /// Limit on the pages that one message brings.
 pub const PAGES_MAX: u64 = 64;
+/// The send buffers of this socket and of QEMU's, in bytes. A page that the guest waits for is
+/// behind what they hold.
+pub(in crate::memory) const SEND_BUFFER_BYTES: usize = 64 << 10;
 /// Limit on the ranges that one message has.
 pub const RANGES_MAX: usize = 1 << 13;
 /// Bytes of a range in a message's content: its first page and its length.

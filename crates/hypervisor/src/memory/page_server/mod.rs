@@ -18,7 +18,9 @@ pub mod core;
 pub mod line;
 
 use self::core::{Core, QemuError};
+use self::line::SEND_BUFFER_BYTES;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use std::fmt;
 use std::fs::{self, Permissions};
@@ -32,13 +34,14 @@ use std::time::{Duration, Instant};
 
 /// How long a server without a QEMU waits for an agent.
 const ALONE: Duration = Duration::from_secs(60);
-/// Limit on the bytes that wait for QEMU: nothing is taken from the agent while there are more.
-const QEMU_QUEUE_BYTES_MAX: usize = 1 << 20;
+/// Limit on the bytes that wait for QEMU: nothing is taken from the agent while there are more. A
+/// page that the guest waits for is behind them.
+const QEMU_QUEUE_BYTES_MAX: usize = 64 << 10;
 /// Limit on the bytes that wait for an agent: one that does not read them is disconnected, and gets
 /// the state again when it reconnects.
 const AGENT_QUEUE_BYTES_MAX: usize = 256 << 20;
 /// Bytes taken from a socket at once.
-const READ_BYTES: usize = 256 << 10;
+const READ_BYTES: usize = 64 << 10;
 
 /// Why a page server ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -311,6 +314,7 @@ impl Process {
             if let RecvAncillaryMessage::ScmRights(files) = message {
                 let sockets = files.map(|file: OwnedFd| UnixStream::from(file));
                 if let Some(socket) = sockets.last().filter(|_| !self.core.serves()) {
+                    set_socket_send_buffer_size(&socket, SEND_BUFFER_BYTES)?;
                     self.qemu = Some(Connection::new(socket)?);
                 }
             }
