@@ -13,7 +13,7 @@
 //! What is near a block that the guest waited for travels soon: alternately with the first of
 //! these.
 
-use super::{BlockMap, Class, Heat};
+use super::{BlockMap, Class, Heat, ZERO};
 use crate::chunk;
 use std::cmp::Reverse;
 use std::collections::VecDeque;
@@ -21,7 +21,7 @@ use std::collections::VecDeque;
 /// Limit on chunks that are prefetched because the guest waited for a part of them.
 const SOON_MAX: usize = 256;
 /// The number of written blocks up to which a chunk counts as one with few of them.
-const FEW_BLOCKS: u32 = 16;
+const FEW_BLOCKS: u32 = 32;
 /// Limit on chunks with records of single blocks: 24 MiB. Beyond it, a wanted block makes its whole
 /// chunk travel soon, and does not go ahead of the chunk.
 const PAGES_MAX: usize = 1 << 14;
@@ -89,11 +89,16 @@ impl BlockMap {
         let (mut latest, mut count) = (0, 0);
         for index in (chunk * 64..(chunk + 1) * 64).take_while(|index| *index < self.blocks) {
             let block = self.records.get(index);
-            if block.streak > 0 {
-                let age = (self.pass as u8).wrapping_sub(block.last_pass);
-                latest = latest.max(u32::from(u8::MAX - age) + 1);
-                count += 1;
-            }
+            let age = match block.streak {
+                0 if !self.is_pending(index) || self.known(index).is_none_or(|of| of == ZERO) => {
+                    continue;
+                }
+                // It was sent and written in the first pass.
+                0 => 0,
+                _ => (self.pass as u8).wrapping_sub(block.last_pass),
+            };
+            latest = latest.max(u32::from(u8::MAX - age) + 1);
+            count += 1;
         }
         ExpectedUse {
             few_written: (1..=FEW_BLOCKS).contains(&count),
@@ -193,5 +198,62 @@ impl BlockMap {
             drain.few_next = !drain.few_next;
         }
         count
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_codec::Digest;
+    use longhaul_protocol::BlockRange;
+
+    #[test]
+    fn of_what_was_written_as_often_the_drain_takes_the_latest_first() {
+        let mut map = BlockMap::by_chunk(64 * 5, true, Some(1));
+        for chunk in [1, 2, 3, 1] {
+            map.written(BlockRange::new(chunk * 64, 32), None);
+        }
+        map.written(BlockRange::new(3 * 64, 64), None);
+        map.written(BlockRange::new(2 * 64, 32), None);
+        map.drain();
+        let mut order = Vec::new();
+        map.take_drained(usize::MAX, 1, |block| order.push(block / 64));
+        order.dedup();
+        assert_eq!(order, [3, 2, 1, 0, 4]);
+    }
+
+    #[test]
+    fn after_passes_the_drain_begins_with_a_few_blocks_written_last() {
+        let mut map = BlockMap::new(64 * 5, true);
+        map.written(BlockRange::new(0, 64 * 5), None);
+        map.written(BlockRange::new(4 * 64, 64), Some(258));
+        map.written(BlockRange::new(64, 3), Some(256));
+        map.written(BlockRange::new(2 * 64, 9), Some(256));
+        map.written(BlockRange::new(3 * 64 + 5, 1), Some(257));
+        // The numbers of passes are kept in a byte.
+        map.written(BlockRange::new(3 * 64 + 6, 1), Some(258));
+        map.drain();
+        let mut order = Vec::new();
+        map.take_drained(usize::MAX, 1, |block| order.push(block / 64));
+        assert_eq!(order.len(), 64 * 5);
+        order.dedup();
+        assert_eq!(order, [3, 2, 1, 4, 0]);
+    }
+
+    #[test]
+    fn what_was_sent_and_written_in_the_first_pass_is_drained_first() {
+        let mut map = BlockMap::new(64 * 3, true);
+        map.written(BlockRange::new(0, 64 * 3), None);
+        map.take(Class::Cold, 64 * 3, 1, false, |_| {});
+        for block in 0..64 * 3 {
+            map.sent(block, 1, Digest([1; 16]));
+            map.acknowledged(block, 1);
+        }
+        map.written(BlockRange::new(0, 64), None);
+        map.written(BlockRange::new(130, 2), None);
+        map.drain();
+        let mut order = Vec::new();
+        map.take_drained(4, 2, |block| order.push(block));
+        assert_eq!(order, [130, 131, 0, 1]);
     }
 }

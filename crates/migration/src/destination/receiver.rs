@@ -34,7 +34,7 @@ const ACKNOWLEDGE_EVERY: Duration = Duration::from_millis(2);
 const TELL_EVERY: Duration = Duration::from_millis(100);
 /// Bytes of frames that have arrived already and are written together. Acknowledgements wait for
 /// them.
-const TOGETHER_BYTES: usize = 256 << 10;
+const TOGETHER_BYTES: usize = 128 << 10;
 /// Interval between checks for disk content that must be made durable.
 const SYNC_EVERY: Duration = Duration::from_millis(200);
 
