@@ -10,8 +10,9 @@ use longhaul_lab::installed::{self, QEMU_VERSIONS};
 use longhaul_lab_crash::{self as crash, Options, soak};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The number of cases in `make test`: about five minutes on two cores that run other tests too.
-const CASES: usize = 24;
+/// The number of cases in `make test`: some minutes on two cores that run other tests too. All of
+/// them: `make crash-matrix`.
+const CASES: usize = 12;
 /// The number of moves back and forth; `lab soak` runs more.
 const MOVES: u32 = 5;
 /// The seed of another choice of cases: the number that a run printed.

@@ -12,6 +12,10 @@ use nix::unistd::Pid;
 
 use crate::error::{During, LabError};
 
+/// The pauses between two looks at a condition: short at first.
+const PAUSE_MIN: Duration = Duration::from_millis(5);
+const PAUSE_MAX: Duration = Duration::from_millis(50);
+
 /// The identity of a process, distinct from a later one with the same number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ProcessId {
@@ -101,6 +105,7 @@ pub fn kill_all(pids: &[i32]) -> Result<(), LabError> {
 /// Waits until the condition holds, or the limit is over; returns whether it holds.
 pub fn wait_until(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
     let started = Instant::now();
+    let mut pause = PAUSE_MIN;
     loop {
         if condition() {
             return true;
@@ -108,7 +113,9 @@ pub fn wait_until(limit: Duration, mut condition: impl FnMut() -> bool) -> bool 
         if started.elapsed() >= limit {
             return false;
         }
-        thread::sleep(Duration::from_millis(5));
+        thread::sleep(pause);
+        // A condition may be a command, which takes time from those that it waits for.
+        pause = (pause * 5 / 4).min(PAUSE_MAX);
     }
 }
 

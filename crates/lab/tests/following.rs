@@ -26,7 +26,7 @@ const BUSY: u64 = 200;
 /// The memory of the smallest guest.
 const MEMORY_BYTES: u64 = 128 << 20;
 /// So slow that most of the memory follows after a trouble.
-const SLOW: [&str; 2] = ["--bandwidth", "24mbit"];
+const SLOW: [&str; 2] = ["--bandwidth", "40mbit"];
 
 /// The command that QEMU's monitor needs before any other.
 const CAPABILITIES: &str = r#"{"execute": "qmp_capabilities"}"#;
