@@ -7,7 +7,7 @@ use crate::clients::{Clients, Responses, Seen};
 use crate::measure::{self, Observed, ProcessMeter, Stalls, Switched, Used};
 use crate::peer::{PeerMove, PeerSystem};
 use crate::warm::{self, Warm};
-use longhaul_api::PredictedRange;
+use longhaul_api::{FaultReport, PredictedRange};
 use longhaul_lab::arena::{Arena, ArenaError, Workload};
 use longhaul_lab::error::{During, LabError};
 use longhaul_lab::guest::KernelFiles;
@@ -169,6 +169,8 @@ pub struct MoveRow<P = Parameters> {
     pub verify_errors: Option<u64>,
     /// Passes over memory.
     pub passes: Option<u64>,
+    /// The pages that the guest waited for while its memory followed, by the product's report.
+    pub faults: Option<FaultReport>,
     /// The service of the guest's clients, where it has any.
     pub responses: Option<Responses>,
 }
@@ -296,6 +298,7 @@ impl<P> MoveRow<P> {
             storage_bytes: None,
             verify_errors: None,
             passes: None,
+            faults: None,
             responses: None,
         }
     }
@@ -321,6 +324,7 @@ impl<P> MoveRow<P> {
         self.memory_bytes = report.memory_bytes;
         self.disk_bytes = report.disk_bytes;
         self.passes = report.passes.map(u64::from);
+        self.faults = report.faults;
         if let Some(predicted) = &report.predicted {
             let likely = |range: Option<PredictedRange>| range.map(|range| range.likely as f64);
             let downtime = predicted.downtime_ms;

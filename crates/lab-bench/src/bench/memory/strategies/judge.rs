@@ -9,6 +9,8 @@ use crate::peer::PeerSystem;
 /// The downtime of a move whose pending content follows: round trips, and the rest.
 const ROUND_TRIPS: f64 = 1.5;
 const ALLOWANCE_MS: f64 = 150.0;
+/// The median wait for a page, beyond a round trip.
+const FAULT_ALLOWANCE_MS: f64 = 5.0;
 /// The downtime relative to that of QEMU's post-copy.
 const DOWNTIME_OF_QEMU: f64 = 0.5;
 /// The time of `auto` relative to that of the best fixed strategy.
@@ -86,6 +88,10 @@ impl<'a> Judged<'a> {
         let limit_ms = ROUND_TRIPS * self.link.rtt_ms + ALLOWANCE_MS;
         let check = format!("downtime_ms.{name}");
         document.add_check(&check, downtime_ms(&own), Sense::AtMost, limit_ms);
+        let medians = own.iter().filter_map(|row| Some(row.faults?.median_ms));
+        let check = format!("fault_median_ms.{name}");
+        let limit_ms = self.link.rtt_ms + FAULT_ALLOWANCE_MS;
+        document.add_check(&check, median(medians), Sense::AtMost, limit_ms);
         if let Some(theirs) = self.of_peer(PeerSystem::Postcopy) {
             let check = format!("downtime_vs_qemu_postcopy.{name}");
             let value = ratio(&own, &theirs, |row| row.downtime_ms);
@@ -137,6 +143,7 @@ fn downtime_ms(rows: &[&MoveRow]) -> Option<f64> {
 mod tests {
     use super::*;
     use crate::moves::Parameters;
+    use longhaul_api::FaultReport;
 
     const NEAR: &str = "100mbit,20ms";
     const FAR: &str = "100mbit,100ms";
@@ -155,6 +162,13 @@ mod tests {
         row.downtime_ms = Some(downtime_ms);
         row.work_after_switchover_per_s = Some(work);
         row.verify_errors = Some(0);
+        row.faults = Some(FaultReport {
+            pages: 100,
+            pages_per_gib: 400.0,
+            median_ms: work / 2.0,
+            p99_ms: 90.0,
+            longest_ms: 95.0,
+        });
         row
     }
 
@@ -221,10 +235,14 @@ mod tests {
         assert_eq!(of(&checks, name), (Some(80.0), 50.0, true));
         let name = "work_after_switchover_per_s.postcopy_100mbit_20ms_max_1_4";
         assert_eq!(of(&checks, name), (Some(45.0), 60.0, false));
+        let faults = of(&checks, "fault_median_ms.hybrid_100mbit_20ms_max_1_4");
+        assert_eq!(faults, (Some(40.0), 25.0, false));
+        let faults = of(&checks, "fault_median_ms.hybrid_100mbit_100ms_max_1_4");
+        assert_eq!(faults, (Some(35.0), 105.0, true));
         assert!(of(&checks, "not_completed.longhaul").2);
         // Without a baseline over the far link nothing is compared there, and without `auto` it is
         // not judged.
-        assert_eq!(checks.len(), 9);
+        assert_eq!(checks.len(), 12);
     }
 
     #[test]
@@ -257,9 +275,10 @@ mod tests {
         let mut failed = ours("hybrid", (9.0, 100.0, 80.0));
         failed.outcome = "failed: it broke".to_owned();
         failed.verify_errors = None;
+        failed.faults = None;
         let checks = judged(&[failed, theirs(PeerSystem::Postcopy, (20.0, 400.0, 50.0))]);
         assert!(checks.iter().all(|check| !check.1.2), "{checks:?}");
-        assert_eq!(checks.len(), 5);
+        assert_eq!(checks.len(), 6);
         // Baselines alone are not judged.
         assert!(judged(&[theirs(PeerSystem::Default, (99.0, 9000.0, 50.0))]).is_empty());
     }
