@@ -147,7 +147,7 @@ fn sites_behind_nats_are_shown_with_what_they_reach_and_removed() {
 
 #[test]
 fn agents_of_sites_join_a_realm_with_a_network() {
-    let mut held = Held::start_with(&["--nat", "port-restricted,none", "--link", "50mbit,4ms"]);
+    let mut held = Held::start_with(&["--nat", "port-restricted,none", "--link", "10mbit,4ms"]);
     let record = held.record.clone();
     let product = Path::new(env!("CARGO_BIN_EXE_lab")).with_file_name("longhaul");
     for host in &record.hosts[..2] {
