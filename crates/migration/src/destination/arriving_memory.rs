@@ -35,6 +35,8 @@ use std::time::Instant;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::block_in_place;
 
+/// The longest wait that is counted as it is, in microseconds: an hour.
+const WAIT_US_MAX: u64 = 3_600_000_000;
 /// Significant decimal digits of the waits that are counted.
 const WAIT_DIGITS: u8 = 2;
 
@@ -181,7 +183,7 @@ impl Shared {
         Self {
             missing_blocks: 0,
             asked: BTreeMap::new(),
-            waits: Histogram::new(WAIT_DIGITS).ok(),
+            waits: Histogram::new_with_max(WAIT_US_MAX, WAIT_DIGITS).ok(),
             whole: false,
         }
     }
@@ -694,6 +696,7 @@ mod tests {
         lock(&serving.shared).asked(MEMORY, BlockRange::new(5, 2));
         lock(&serving.shared).asked(MEMORY, BlockRange::new(5, 1));
         assert_eq!(memory.counts().1, 2);
+        std::thread::sleep(std::time::Duration::from_millis(3));
         // One of these was not asked for.
         came(BlockRange::new(6, 2));
         came(BlockRange::new(5, 1));
@@ -701,6 +704,7 @@ mod tests {
         assert_eq!(memory.asked(), []);
         let faults = memory.faults().unwrap();
         assert_eq!(faults.pages, 2);
+        assert!(faults.median_us >= 3000, "{faults:?}");
         assert!(faults.median_us <= faults.p99_us && faults.p99_us <= faults.longest_us);
     }
 
