@@ -7,8 +7,8 @@
 //!
 //! A drawn move has a first pass over memory and disks, and further passes over what the guest
 //! writes meanwhile. The guest writes to a working set: in a time `t` it changes
-//! `set · (1 - exp(-t · rate / set))` bytes of it. The guest is stopped as soon as what is left
-//! fits the requested downtime.
+//! `set · (1 - exp(-t · rate / set))` bytes of it. The guest stops when the remaining bytes fit the
+//! requested downtime.
 //!
 //! [`Learned`] corrects the ranges with the errors of earlier moves.
 
@@ -148,7 +148,7 @@ pub struct Forecast {
     pub total_s: Range,
     /// Time for which the guest is stopped, in seconds.
     pub downtime_s: Range,
-    /// The part of the drawn moves in which what is left does not fit the requested downtime.
+    /// The share of drawn moves that miss the requested downtime.
     pub misses: f64,
 }
 

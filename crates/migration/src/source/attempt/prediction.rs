@@ -152,8 +152,8 @@ impl SourceAttempt {
         self.task.source.predictions.add(kind, predicted, was);
     }
 
-    /// Estimates the time until everything is sent, in milliseconds: by what is left of memory and
-    /// of disks, each by its own sample. `None` while the link's rate is not known.
+    /// Estimates the time until everything is sent, in milliseconds. Memory and disks count by
+    /// their pending blocks and their own samples. `None` while the link's rate is not known.
     pub(super) fn remaining(&self, regions: &[RegionProgress]) -> Option<PredictedRange> {
         let rate = self.rate_known().filter(|rate| rate.likely > 0.0)?;
         let memory = self.task.look.borrow().memory;
