@@ -34,6 +34,8 @@ pub struct Redirect {
 pub(super) struct Moved {
     pub(super) now_at: HostId,
     pub(super) generation: u64,
+    /// Until then the guest's last frames may still arrive from its old port.
+    pub(super) settled: Duration,
     /// Until then others may send here.
     pub(super) until: Duration,
 }
@@ -143,6 +145,7 @@ impl Switch {
         let moved = Moved {
             now_at: redirect.now_at,
             generation: redirect.generation,
+            settled: now + self.config.settle,
             until: now + self.config.age,
         };
         self.moved.insert(number, moved);

@@ -50,7 +50,7 @@ pub struct Counters {
     pub replicated: u64,
     /// Addresses that moved between ports.
     pub moves: u64,
-    /// Moves that were refused because the address is held.
+    /// Moves that were refused because the address is held, or has just left this host.
     pub moves_held: u64,
     /// Addresses that were not learned because a table is full.
     pub not_learned: u64,

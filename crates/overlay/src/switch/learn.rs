@@ -1,6 +1,6 @@
 //! Learns where stations are, within limits, and holds those that move too often.
 
-use super::port::PortId;
+use super::port::{Port, PortId};
 use super::table::{Entry, Key};
 use super::{Output, Report, Switch};
 use crate::address::Mac;
@@ -11,16 +11,28 @@ impl Switch {
     #[inline]
     pub(super) fn learn(&mut self, now: Duration, from: PortId, vlan: u16, mac: Mac) {
         let key = Key::new(vlan, mac);
-        match self.table.entry(key, now) {
-            Some((entry, false)) if entry.port == from => entry.seen = now,
-            Some((_, old)) => self.learn_move(now, from, key, mac, old),
-            None => {
-                if self.may_learn(from) {
-                    self.count(from, 1);
-                    self.table.insert(key, Entry::new(from, now));
-                }
-            }
+        let old = match self.table.entry(key, now) {
+            Some((entry, false)) if entry.port == from => return entry.seen = now,
+            known => known.map(|(_, old)| old),
+        };
+        if self.has_just_left(now, from, mac) {
+            self.counters.moves_held += 1;
+            return;
         }
+        if let Some(old) = old {
+            self.learn_move(now, from, key, mac, old);
+        } else if self.may_learn(from) {
+            self.count(from, 1);
+            self.table.insert(key, Entry::new(from, now));
+        }
+    }
+
+    /// Returns whether a frame from a port of this host may be one that a guest sent before it
+    /// moved away.
+    fn has_just_left(&self, now: Duration, from: PortId, mac: Mac) -> bool {
+        let moved = self.moved.get(&mac.number());
+        moved.is_some_and(|moved| now < moved.settled)
+            && self.ports.get(from).is_some_and(Port::is_here)
     }
 
     /// Learns a place of a station that had one, which is too `old` or another one.

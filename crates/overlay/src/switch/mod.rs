@@ -57,8 +57,9 @@ pub struct SwitchConfig {
     pub moves_window: Duration,
     /// How long an address that moved too often is held.
     pub hold: Duration,
-    /// How long frames from other ports do not move an address after an announcement: frames of
-    /// the old place may arrive later.
+    /// How long frames from other ports do not move an address after an announcement, and frames
+    /// of a guest that left do not bring its address back: frames of the old place may arrive
+    /// later.
     pub settle: Duration,
     /// Most IP addresses of stations that are remembered.
     pub addresses_max: usize,

@@ -397,6 +397,32 @@ fn the_old_place_tells_who_still_sends_there() {
 }
 
 #[test]
+fn a_guest_s_last_frames_do_not_bring_it_back_to_the_old_place() {
+    let mut net = net();
+    let Net { x, y, one, two, .. } = net;
+    net.switch.pin(T, x, A, 4).unwrap();
+    let redirect = Redirect {
+        mac: A,
+        now_at: HOST_2,
+        generation: 5,
+    };
+    net.switch.withdraw(T, redirect);
+    // It sent this before it stopped.
+    assert_eq!(net.send(T, x, &frame(B, A, 0, b"")).len(), 3, "forwarded");
+    assert_eq!(net.switch.place(T, 0, A), Some(two), "and not learned");
+    assert_eq!(net.send(T, one, &frame(A, B, 0, b"")), []);
+    assert_eq!(net.outputs().len(), 1, "whoever sends here is told");
+    // Nor do they once it was heard at its new place.
+    net.send(T, two, &frame(C, A, 0, b""));
+    net.send(T, x, &frame(B, A, 0, b""));
+    assert_eq!(net.send(T, y, &frame(A, C, 0, b"")), [two]);
+    // It comes back by other means.
+    let settled = T + Duration::from_secs(3);
+    net.send(settled, x, &frame(B, A, 0, b""));
+    assert_eq!(net.send(settled, one, &frame(A, B, 0, b"")), [x]);
+}
+
+#[test]
 fn a_redirect_counts_from_the_place_that_was_known() {
     let mut net = net();
     let Net { one, two, .. } = net;
