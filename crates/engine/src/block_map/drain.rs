@@ -12,6 +12,8 @@
 //!
 //! What is near a block that the guest waited for travels soon: alternately with the first of
 //! these.
+//!
+//! Before all of these come single blocks that the guest is expected to use next.
 
 use super::{BlockMap, Class, Heat, ZERO};
 use crate::chunk;
@@ -28,6 +30,8 @@ const PAGES_MAX: usize = 1 << 14;
 
 #[derive(Debug, Default)]
 pub(super) struct Drain {
+    /// Blocks that the guest is expected to use next, in this order.
+    expected: VecDeque<usize>,
     /// Chunks whose remaining blocks are prefetched after a part of them was wanted.
     soon: VecDeque<u32>,
     /// Chunks by how soon the guest is expected to need them.
@@ -68,9 +72,10 @@ impl BlockMap {
         let mut order: Vec<_> = expected.collect();
         order.sort_by_key(|(expected, _)| *expected);
         let few = order.partition_point(|(expected, _)| expected.0.few_written);
-        let soon = self.drain.take().unwrap_or_default().soon;
+        let before = self.drain.take().unwrap_or_default();
         self.drain = Some(Drain {
-            soon,
+            expected: before.expected,
+            soon: before.soon,
             order: order.into_iter().map(|(_, chunk)| chunk).collect(),
             next: 0,
             few,
@@ -127,6 +132,11 @@ impl BlockMap {
         self.pending.get(chunk).copied().unwrap_or(0)
     }
 
+    /// Returns the pending blocks of each chunk.
+    pub(crate) fn pending_masks(&self) -> &[u64] {
+        &self.pending
+    }
+
     /// Sets the missing blocks of a chunk at the destination, and how much was written to the
     /// chunk.
     pub(crate) fn set_missing(&mut self, chunk: usize, mask: u64, written_blocks: u16) {
@@ -165,6 +175,33 @@ impl BlockMap {
         }
     }
 
+    /// Lets these blocks go first in the drain, in this order.
+    pub(crate) fn expect(&mut self, blocks: impl Iterator<Item = usize>) {
+        let blocks = blocks.filter(|index| *index < self.blocks && self.is_pending(*index));
+        let blocks: Vec<usize> = blocks.collect();
+        let drain = self.drain.get_or_insert_default();
+        drain.expected.extend(blocks);
+    }
+
+    /// Takes expected blocks, unless it is the turn of those that travel soon.
+    fn take_expected(&mut self, max: usize, seq: u32, taken: &mut impl FnMut(u64)) -> usize {
+        let mut count = 0;
+        while count < max {
+            let Some(drain) = &mut self.drain else { break };
+            if !drain.few_next && !drain.soon.is_empty() {
+                break;
+            }
+            let Some(index) = drain.expected.pop_front() else {
+                break;
+            };
+            if self.is_pending(index) && self.take_block(index, seq, false) {
+                taken(index as u64);
+                count += 1;
+            }
+        }
+        count
+    }
+
     /// Takes up to `max` blocks in the order of the drain, as [`BlockMap::take`] does by class.
     pub(crate) fn take_drained(
         &mut self,
@@ -172,7 +209,7 @@ impl BlockMap {
         seq: u32,
         mut taken: impl FnMut(u64),
     ) -> usize {
-        let mut count = 0;
+        let mut count = self.take_expected(max, seq, &mut taken);
         let mut again = true;
         while count < max && self.pending_total() > 0 {
             let Some(drain) = &mut self.drain else { break };
@@ -238,6 +275,27 @@ mod tests {
         assert_eq!(order.len(), 64 * 5);
         order.dedup();
         assert_eq!(order, [3, 2, 1, 4, 0]);
+    }
+
+    #[test]
+    fn what_the_guest_uses_next_is_drained_first_and_alternates_with_what_it_waited_for() {
+        let mut map = BlockMap::new(64 * 5, true);
+        map.written(BlockRange::new(0, 64 * 5), None);
+        map.superseded(BlockRange::new(200, 1), false);
+        // Block 200 is there already, and there is no block 64 * 5.
+        map.expect([130, 200, 7, 64 * 5, 131, 9].into_iter());
+        map.drain();
+        let take = |map: &mut BlockMap, max| {
+            let mut order = Vec::new();
+            map.take_drained(max, 1, |block| order.push(block));
+            order
+        };
+        assert_eq!(take(&mut map, 2), [130, 7]);
+        map.want_missing(70, 1);
+        map.take(Class::Wanted, 1, 1, false, |_| {});
+        assert_eq!(take(&mut map, 2), [64, 65]);
+        assert_eq!(take(&mut map, 2), [131, 9]);
+        assert_eq!(take(&mut map, 2), [66, 67]);
     }
 
     #[test]

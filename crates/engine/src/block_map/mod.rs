@@ -366,26 +366,34 @@ impl BlockMap {
         overtake: bool,
         taken: &mut impl FnMut(u64),
     ) -> usize {
-        let overtake = overtake && self.records.keeps();
         let mut bits = self.pending[chunk];
         let mut count = 0;
         while bits != 0 && count < max {
             let index = chunk * 64 + bits.trailing_zeros() as usize;
             bits &= bits - 1;
-            let block = self.records.get(index);
-            let waits = block.flags & IN_FLIGHT != 0 || block.pins > 0;
-            let other = class.is_some_and(|class| self.class(chunk, &block) != class);
-            if other || (waits && !overtake) {
+            let other =
+                class.is_some_and(|class| self.class(chunk, &self.records.get(index)) != class);
+            if other || !self.take_block(index, seq, overtake) {
                 continue;
             }
-            self.clear_pending(index);
-            let block = self.records.get_mut(index);
-            block.flags |= IN_FLIGHT;
-            block.sent_seq = seq;
             taken(index as u64);
             count += 1;
         }
         count
+    }
+
+    /// Takes a pending block, unless it waits for an acknowledgement.
+    fn take_block(&mut self, index: usize, seq: u32, overtake: bool) -> bool {
+        let block = self.records.get(index);
+        let waits = block.flags & IN_FLIGHT != 0 || block.pins > 0;
+        if waits && !(overtake && self.records.keeps()) {
+            return false;
+        }
+        self.clear_pending(index);
+        let block = self.records.get_mut(index);
+        block.flags |= IN_FLIGHT;
+        block.sent_seq = seq;
+        true
     }
 
     /// Returns whether none of these blocks is pending or in flight.

@@ -99,6 +99,23 @@ impl Source {
         }))
     }
 
+    /// Returns the missing blocks of a listed region, as a mask for each chunk.
+    pub fn missing_masks(&self, id: RegionId) -> Vec<u64> {
+        let region = self.regions.get(id).filter(|region| region.is_listed());
+        region.map_or_else(Vec::new, |region| region.map.pending_masks().to_vec())
+    }
+
+    /// Lets these listed blocks travel first in the drain, in this order: the guest is expected to
+    /// use them next.
+    pub fn expect(&mut self, id: RegionId, blocks: &[u64]) -> Result<(), SourceError> {
+        let region = self.region(id, BlockRange::new(0, 0))?;
+        let blocks = blocks.iter().map(|block| *block as usize);
+        if region.is_listed() {
+            region.map.expect(blocks);
+        }
+        Ok(())
+    }
+
     /// Lets memory that follows travel, because the destination takes it: it has all promised
     /// blocks and the lists, and loads the guest. Valid for the connection.
     pub fn loading(&mut self) {

@@ -65,6 +65,7 @@
 mod address_map;
 mod arriving;
 mod backing;
+mod cpus;
 mod fingerprints;
 mod guest_memory;
 mod incoming;

@@ -85,6 +85,26 @@ impl Layout {
         if address < FIRST || !address.is_multiple_of(ALIGNMENT) {
             return None;
         }
+        self.page_of(address)
+    }
+
+    /// Creates the layout of a guest whose first block holds all of its RAM.
+    #[cfg(test)]
+    pub(super) fn of_one_block(bytes: u64) -> Self {
+        Self {
+            block: 0,
+            low_bytes: bytes,
+            bytes,
+        }
+    }
+
+    /// Returns the index of the block.
+    pub fn block(&self) -> usize {
+        self.block
+    }
+
+    /// Returns the page of the block at a physical address.
+    pub(super) fn page_of(&self, address: u64) -> Option<u64> {
         let offset = match address.checked_sub(HIGH) {
             None if address < self.low_bytes => address,
             None => return None,

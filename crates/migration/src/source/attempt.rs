@@ -114,6 +114,8 @@ pub(crate) struct SourceAttempt {
     wire_bytes: (u64, u64),
     stopped: Option<StoppedAt>,
     announced: Option<(Epoch, u64)>,
+    /// Whether what the guest uses next has been looked for.
+    expects: bool,
     /// Whether the destination loads the guest, and takes memory that follows.
     loading: bool,
     /// Whether frames that come for the guest are passed on: from COMMIT until QEMU ends.
@@ -196,6 +198,7 @@ impl SourceAttempt {
             wire_bytes: (0, 0),
             stopped: None,
             announced: None,
+            expects: false,
             loading: false,
             passes_on: false,
             asked_pass: None,

@@ -11,6 +11,7 @@ use crate::source::sender::{Content, Sending};
 use crate::status::usage::{Meter, Usage};
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_codec::BlockId;
+use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::source::{Source, SourceError, Unseen};
 use longhaul_engine::strategy::{Before, Promise, Strategy};
 use longhaul_hypervisor::Guest;
@@ -93,6 +94,27 @@ pub(crate) struct Stopped {
     pub(crate) stop_time: Duration,
     pub(crate) device_state_time: Duration,
     pub(crate) tail: Vec<u8>,
+}
+
+/// A search for the missing blocks that a stopped guest's CPUs probably use next.
+pub(crate) struct NextUse {
+    /// The region of these blocks.
+    pub(crate) region: RegionId,
+    layout: Layout,
+    memory: Arc<GuestMemory>,
+    tail: Vec<u8>,
+}
+
+impl NextUse {
+    /// Returns the blocks in the order of their use. Reads the guest's RAM for some milliseconds.
+    /// `missing` has a mask of the missing blocks of each chunk.
+    pub(crate) fn find(&self, missing: &[u64]) -> Vec<u64> {
+        let is_missing = |block: u64| {
+            let mask = missing.get((block / CHUNK_BLOCKS) as usize).copied();
+            mask.is_some_and(|mask| mask >> (block % CHUNK_BLOCKS) & 1 == 1)
+        };
+        self.layout.used_next(&self.memory, &self.tail, is_missing)
+    }
 }
 
 impl SourceQemu {
@@ -257,6 +279,19 @@ impl SourceQemu {
         let mut places = self.places.iter();
         let (region, _) = places.find(|(_, at)| **at == place)?;
         Some((*region, blocks))
+    }
+
+    /// Returns a search for what the stopped guest's CPUs use next.
+    pub(crate) fn next_use(&self, tail: &[u8]) -> Option<NextUse> {
+        let layout = *self.layout.get()?;
+        let mut places = self.places.iter();
+        let (region, _) = places.find(|(_, at)| **at == layout.block())?;
+        Some(NextUse {
+            region: *region,
+            layout,
+            memory: self.memory.clone(),
+            tail: tail.to_vec(),
+        })
     }
 
     /// Returns QEMU's stream up to and including its list of RAM blocks.

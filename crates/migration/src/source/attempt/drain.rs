@@ -11,6 +11,7 @@ use longhaul_attempt::source::Event;
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{BlockRange, RegionId};
+use tokio::time::Instant;
 
 impl SourceAttempt {
     /// Begins the drain, because the guest runs at the destination. It uses a connection that
@@ -50,6 +51,31 @@ impl SourceAttempt {
         if let (Some(draining), Some(line)) = (&mut self.draining, line) {
             draining.connected(line);
         }
+    }
+
+    /// Looks for what the guest will use first of memory that follows, while the destination begins
+    /// to load it. Without it the drain has another order.
+    pub(super) fn expect_next(&mut self) {
+        let sending = self.task.sending.clone();
+        if std::mem::replace(&mut self.expects, true) || !sending.engine().memory_follows() {
+            return;
+        }
+        let tail = self.stopped.as_ref().map(|stopped| &*stopped.what.tail);
+        let Some(search) = tail.and_then(|tail| self.task.outbound.next_use(tail)) else {
+            return;
+        };
+        let migration = self.task.offer.migration;
+        tokio::task::spawn_blocking(move || {
+            let began = Instant::now();
+            let missing = sending.engine().missing_masks(search.region);
+            let blocks = search.find(&missing);
+            let (found, took) = (blocks.len(), began.elapsed());
+            tracing::debug!(%migration, found, ?took, "what its CPUs use next goes first");
+            if let Err(error) = sending.engine().expect(search.region, &blocks) {
+                tracing::warn!(%migration, %error, "what its CPUs use next cannot go first");
+            }
+            sending.wake();
+        });
     }
 
     /// Sends memory that follows from now on: the destination takes it while it loads the guest.

@@ -386,5 +386,6 @@ impl SourceAttempt {
             device_state_bytes,
         })
         .await;
+        self.expect_next();
     }
 }
