@@ -148,6 +148,8 @@ pub struct Forecast {
     pub total_s: Range,
     /// Time for which the guest is stopped, in seconds.
     pub downtime_s: Range,
+    /// Time from the switchover until all memory has followed, in seconds.
+    pub follows_s: Range,
     /// The share of drawn moves that miss the requested downtime.
     pub misses: f64,
 }
@@ -171,6 +173,7 @@ pub fn forecast(inputs: &Inputs) -> Forecast {
         bytes: range(|drawn| drawn.bytes),
         total_s: range(|drawn| drawn.total_s),
         downtime_s: range(|drawn| drawn.downtime_s),
+        follows_s: range(|drawn| drawn.follows_s),
         misses: misses as f64 / DRAWS as f64,
     }
 }
@@ -180,6 +183,7 @@ struct Drawn {
     bytes: f64,
     total_s: f64,
     downtime_s: f64,
+    follows_s: f64,
     misses: bool,
 }
 
@@ -239,6 +243,7 @@ impl Drawn {
                 bytes: bytes + follows,
                 total_s: began_s + sent_s + after_s,
                 downtime_s: switchover_s,
+                follows_s: sent_s - stopped_at_s - switchover_s,
                 misses: false,
             };
         }
@@ -264,6 +269,7 @@ impl Drawn {
             bytes: bytes + left,
             total_s: began_s + sending_s + downtime_s + after_s,
             downtime_s,
+            follows_s: 0.0,
             misses: left / rate > budget_s,
         }
     }
@@ -331,6 +337,7 @@ mod tests {
             bytes,
             total_s,
             downtime_s,
+            follows_s,
             misses,
         } = forecast(&inputs());
         assert!(is_about(bytes.likely, 100.0 * MB), "{bytes:?}");
@@ -338,6 +345,7 @@ mod tests {
         assert!(is_about(bytes.likely / bytes.low, 1.18), "{bytes:?}");
         assert!(is_about(total_s.likely, 12.1), "{total_s:?}");
         assert!(is_about(downtime_s.likely, 0.1) && misses == 0.0);
+        assert_eq!(follows_s.high, 0.0);
     }
 
     #[test]
@@ -393,6 +401,7 @@ mod tests {
         assert!(hybrid.bytes.likely > 110.0 * MB);
         let postcopy = writes(60.0 * MB, Follows::Everything);
         assert!(is_about(postcopy.bytes.likely, 100.0 * MB));
+        assert!(postcopy.follows_s.likely > 5.0, "{postcopy:?}");
     }
 
     #[test]
