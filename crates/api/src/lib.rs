@@ -49,7 +49,7 @@ pub use realm::{
 };
 pub use report::{
     BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, FaultReport, GuestClock, HookRun,
-    HostCost, Judgements, KeptMemoryReport, PhaseTime, Report, VerifyResult,
+    HostCost, Judgements, KeptMemoryReport, MemoryFileReport, PhaseTime, Report, VerifyResult,
 };
 pub use tracked_writes::{TrackedDisk, TrackedWrites, Tracking};
 

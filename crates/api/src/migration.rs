@@ -186,6 +186,10 @@ pub struct StartMigration {
     /// Whether the migration fails unless the realm's arbiter can end a doubt (default `false`).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub require_arbiter: bool,
+    /// Whether the source copies memory that follows to a file, so that the death of its QEMU or a
+    /// restart of the host is a pause (default `false`). Not with the strategy `precopy`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keep_memory: bool,
     /// Encoding of memory and disks.
     #[serde(default, skip_serializing_if = "Encoding::is_default")]
     pub encoding: Encoding,
@@ -228,6 +232,9 @@ pub struct Asked {
     /// Whether the source releases the guest when it stops it.
     #[serde(default)]
     pub early_release: bool,
+    /// Whether the source copies memory that follows to a file.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keep_memory: bool,
     /// Requested encoding.
     #[serde(default)]
     pub encoding: Encoding,
@@ -247,6 +254,7 @@ impl From<&StartMigration> for Asked {
             verify: start.verify,
             patience_ms: start.patience_ms,
             early_release: start.early_release,
+            keep_memory: start.keep_memory,
             encoding: start.encoding.clone(),
             convergence: start.convergence,
             group: start.group.clone(),
@@ -417,7 +425,7 @@ mod tests {
         assert_eq!(asked.downtime_ms, 300);
         assert_eq!(asked.patience_ms, 60_000);
         assert_eq!(asked.bandwidth_bps, None);
-        assert!(!asked.verify && !asked.early_release);
+        assert!(!asked.verify && !asked.early_release && !asked.keep_memory);
         let unknown = serde_json::from_str::<StartMigration>(r#"{"guest":"a","to":"b","x":1}"#);
         assert!(unknown.is_err());
     }

@@ -28,6 +28,10 @@ pub struct PlanRequest {
     /// Whether the migration would fail without the realm's arbiter (default `false`).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub require_arbiter: bool,
+    /// Whether the source would copy memory that follows to a file (default `false`). Not with the
+    /// strategy `precopy`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub keep_memory: bool,
     /// Rule for the stop of the guest, and the response if it writes too fast.
     #[serde(default)]
     pub convergence: Convergence,

@@ -86,6 +86,9 @@ pub struct Report {
     /// destination's agent was restarted meanwhile.
     #[serde(default)]
     pub faults: Option<FaultReport>,
+    /// The source's memory file; null until it is complete, and if none was requested.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_file: Option<MemoryFileReport>,
     /// Cost of the move on both hosts.
     pub cost: Cost,
     /// Result of the comparison of memory and disks; null if it was not requested or not completed.
@@ -141,6 +144,16 @@ pub struct FaultReport {
     pub p99_ms: f64,
     /// Longest wait, in milliseconds.
     pub longest_ms: f64,
+}
+
+/// A complete memory file: since then the source sends missing memory without the guest's QEMU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct MemoryFileReport {
+    /// Size of its content that is not zero, in bytes.
+    pub bytes: u64,
+    /// Time from the handover until it was complete, in milliseconds; null if the agent was
+    /// restarted meanwhile.
+    pub complete_ms: Option<u64>,
 }
 
 /// The cached memory of a guest that left.

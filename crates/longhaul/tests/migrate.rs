@@ -154,6 +154,7 @@ fn migration() -> Migration {
             verify: true,
             patience_ms: 60_000,
             early_release: false,
+            keep_memory: false,
             encoding: Encoding::default(),
             convergence: Default::default(),
             group: None,
@@ -254,6 +255,7 @@ fn report() -> Report {
         }),
         clock: None,
         hooks: Vec::new(),
+        memory_file: None,
         kept_memory: None,
         faults: None,
     }

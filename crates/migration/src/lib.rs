@@ -58,7 +58,7 @@ use crate::host::sweeper::Sweeper;
 use crate::limits::allowances::Allowances;
 use crate::limits::bandwidth::Throttle;
 use crate::limits::shared_dedup::Gangs;
-use crate::source::Source;
+use crate::source::{Source, memory_file};
 use crate::status::archive::Archive;
 use crate::status::predictions::Predictions;
 use crate::status::registry::Registry;
@@ -72,8 +72,9 @@ use longhaul_hypervisor::capabilities::can_run;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::Verdict;
 use longhaul_protocol::{Generation, HostId, MigrationId, wire};
-use longhaul_storage::{Journals, Rights};
+use longhaul_storage::{Journal, Journals, Rights};
 use longhaul_transport::{CloseCode, Endpoint, EndpointConfig, Hello, ProbeConfig};
+use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::watch;
@@ -167,6 +168,10 @@ impl Manager {
         })?;
         let swept = page_server::sweep(&context.parts.config.state);
         swept.map_err(|error| cannot("look for page servers that have ended", &error))?;
+        let swept = Journal::list(&context.journals)
+            .map_err(io::Error::other)
+            .and_then(|known| memory_file::sweep(&context.parts.config.state, &known));
+        swept.map_err(|error| cannot("remove memory files of earlier moves", &error))?;
         let recovered = Arc::new(Attempts::default());
         let destination = Arc::new(Destination::new(
             context.clone(),

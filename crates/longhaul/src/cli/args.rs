@@ -352,6 +352,10 @@ pub(crate) struct Wishes {
     /// Refuse unless the realm's arbiter can end a doubt about where the guest runs
     #[arg(long)]
     pub(crate) require_arbiter: bool,
+    /// Copy memory that follows to a file of this host, so that the death of the guest's QEMU here,
+    /// or a restart of this host, is a pause; not with `--strategy precopy`
+    #[arg(long)]
+    pub(crate) keep_memory: bool,
     #[command(flatten)]
     pub(crate) ending: Ending,
 }

@@ -62,6 +62,7 @@ pub(super) fn start(args: &MigrateArgs, guest: String, group: Option<String>) ->
         patience_ms: whole_ms(args.patience),
         early_release: args.wishes.early_release,
         require_arbiter: args.wishes.require_arbiter,
+        keep_memory: args.wishes.keep_memory,
         encoding: Encoding {
             compression: args.encoding.compression,
             delta_cache: args.encoding.delta_cache,

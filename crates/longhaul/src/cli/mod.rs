@@ -374,6 +374,7 @@ async fn plan(client: &Client, output: &Output, args: PlanArgs) -> Result<u8, Cl
         strategy: args.wishes.strategy,
         early_release: args.wishes.early_release,
         require_arbiter: args.wishes.require_arbiter,
+        keep_memory: args.wishes.keep_memory,
         convergence: args.wishes.ending.convergence(),
     };
     let plan = client.plan(&request).await?;

@@ -331,6 +331,7 @@ impl Agent {
             patience_ms: 60_000,
             early_release: false,
             require_arbiter: false,
+            keep_memory: false,
             encoding: Default::default(),
             convergence: Default::default(),
             disks: Default::default(),

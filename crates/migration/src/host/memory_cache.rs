@@ -250,18 +250,8 @@ impl KeptMemory {
             remove(&oldest.path)?;
             bytes -= oldest.bytes;
         }
-        let room = match guest {
-            Some(_) => statvfs(&self.folder)?,
-            None => return Ok(true),
-        };
-        if room.blocks_available() < room.blocks() / FREE_ONE_IN {
-            let free = room.blocks_available() * room.fragment_size();
-            let text = format!(
-                "{} has {} left, and a twentieth of it stays free",
-                self.folder.display(),
-                show_bytes(free)
-            );
-            return Err(io::Error::new(io::ErrorKind::StorageFull, text));
+        if guest.is_some() {
+            require_room(&self.folder)?;
         }
         Ok(true)
     }
@@ -300,8 +290,31 @@ impl KeptMemory {
     }
 }
 
+/// Returns an error if the file system of this folder has too little free space for guests' memory.
+pub(crate) fn require_room(folder: &Path) -> io::Result<()> {
+    let room = statvfs(folder)?;
+    if room.blocks_available() >= room.blocks() / FREE_ONE_IN {
+        return Ok(());
+    }
+    let free = room.blocks_available() * room.fragment_size();
+    let text = format!(
+        "{} has {} left, and a twentieth of it stays free",
+        folder.display(),
+        show_bytes(free)
+    );
+    Err(io::Error::new(io::ErrorKind::StorageFull, text))
+}
+
+/// Returns how much of guests' memory fits the file system of this folder, in bytes.
+pub(crate) fn room_bytes(folder: &Path) -> io::Result<u64> {
+    let room = statvfs(folder)?;
+    let stays_free = room.blocks() / FREE_ONE_IN;
+    let blocks = room.blocks_available().saturating_sub(stays_free);
+    Ok(blocks.saturating_mul(room.fragment_size()))
+}
+
 /// Writes the blocks that are not zero, starting at a block of the file. Returns the bytes written.
-fn write_content(file: &File, block: u64, content: &[u8]) -> io::Result<u64> {
+pub(crate) fn write_content(file: &File, block: u64, content: &[u8]) -> io::Result<u64> {
     let is_zero = |block: &[u8]| block.iter().all(|byte| *byte == 0);
     let (mut from, mut written) = (0, 0);
     let blocks: Vec<(bool, &[u8])> = content

@@ -3,12 +3,15 @@
 //! ```text
 //! STATE/following/GUEST.arriving   at the destination: its page server, and what was missing when
 //!                                  QEMU loaded the guest
-//! STATE/following/GUEST.left       at the source: its stopped QEMU holds what is missing there
+//! STATE/following/GUEST.left       at the source: its stopped QEMU, or its memory file, holds what
+//!                                  is missing there
 //! ```
 //!
 //! A note survives the agent, and need not survive the host: neither does the guest. Notes are not
-//! synced: the destination writes its note while the guest is stopped.
+//! synced: the destination writes its note while the guest is stopped. The note of a complete
+//! memory file is: it outlives the host.
 
+use crate::host::atomic_file;
 use longhaul_engine::remaining::Remaining;
 use longhaul_hypervisor::helper::Helper;
 use longhaul_protocol::disk::Pulled;
@@ -56,6 +59,27 @@ pub(crate) struct ArrivingNote {
     pub(crate) server: Option<Helper>,
 }
 
+/// The memory file of a guest that has left.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct FileNote {
+    /// The blocks that it has when it is complete, for each region: all that were missing at the
+    /// destination when QEMU loaded the guest.
+    pub(crate) blocks: Vec<Vec<Remaining>>,
+    /// Set when all of them are on disk.
+    pub(crate) complete: Option<Complete>,
+}
+
+/// A complete memory file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Complete {
+    /// Size of its content that is not zero, in bytes.
+    pub(crate) bytes: u64,
+    /// Time since the handover, in milliseconds, unless the agent was restarted meanwhile.
+    pub(crate) after_ms: Option<u64>,
+}
+
 /// The memory of a guest that has left, in its stopped QEMU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -63,6 +87,9 @@ pub(crate) struct LeftNote {
     pub(crate) migration: MigrationId,
     pub(crate) digest_key: [u8; 32],
     pub(crate) regions: Vec<RegionSpec>,
+    /// Its memory file, if one is wanted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) file: Option<FileNote>,
 }
 
 /// A kind of note.
@@ -83,6 +110,17 @@ pub(crate) trait MemoryNote: Serialize + DeserializeOwned {
             let options = options.create(true).write(true).truncate(true).mode(0o600);
             options.open(&new)?.write_all(&serde_json::to_vec(self)?)?;
             fs::rename(&new, &path)
+        };
+        written().map_err(|error| named(&path, &error))
+    }
+
+    /// Writes it so that it outlives the host. An earlier one of the guest is replaced.
+    fn write_durably(&self, state: &Path, guest: &str) -> io::Result<()> {
+        let path = path::<Self>(state, guest);
+        create_folder(state)?;
+        let written = || {
+            File::open(state)?.sync_all()?;
+            atomic_file::write(&path, &serde_json::to_vec(self)?)
         };
         written().map_err(|error| named(&path, &error))
     }
@@ -172,6 +210,7 @@ mod tests {
             migration: id(1),
             digest_key: [7; 32],
             regions: vec![spec],
+            file: None,
         };
         assert_eq!(LeftNote::read(state, "web-7", id(1)).unwrap(), None);
         note.write(state, "web-7").unwrap();

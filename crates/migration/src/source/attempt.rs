@@ -29,6 +29,7 @@ use crate::source::attempt::switchover::Disks;
 use crate::source::companion::Companions;
 use crate::source::connect::{self, Dial, Dialled, Session, dialled, next_message};
 use crate::source::drain::Drain;
+use crate::source::memory_copy::Copying;
 use crate::source::prediction::{Look, Predicted};
 use crate::source::qemu::{SourceQemu, Stopped};
 use crate::source::retained_qemu::RetainedQemu;
@@ -46,6 +47,7 @@ use longhaul_engine::source::{Advice, Link};
 use longhaul_engine::stop::StopReason;
 use longhaul_hypervisor::memory::Event;
 use longhaul_protocol::Epoch;
+use longhaul_protocol::disk::Remaining;
 use longhaul_protocol::message::{AttemptState, Offer, Summary, ToDestination, ToSource};
 use longhaul_transport::{LinkGauge, LinkRate};
 use std::sync::Arc;
@@ -137,8 +139,12 @@ pub(crate) struct SourceAttempt {
     predicted: Option<Predicted>,
     /// Whether the strategy of the memory was judged by how fast the guest writes.
     judged: bool,
-    /// The drain of the disks, once the guest runs at the destination.
+    /// The missing blocks of its memory, by region, as they were listed last.
+    listed: Vec<Vec<Remaining>>,
+    /// The drain of memory and disks, once the guest runs at the destination.
     draining: Option<Drain>,
+    /// The copy of memory that follows to its file.
+    copying: Option<Copying>,
     committed_at: Option<Instant>,
     /// The QEMU that is retained until the guest's memory is cached.
     departed: Option<RetainedQemu>,
@@ -213,7 +219,9 @@ impl SourceAttempt {
             gauge: LinkGauge::default(),
             predicted: None,
             judged: false,
+            listed: Vec::new(),
             draining: None,
+            copying: None,
             committed_at: None,
             departed: None,
             unresumed: false,

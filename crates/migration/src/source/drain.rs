@@ -2,10 +2,9 @@
 //! misses are sent until it has all of them.
 
 use crate::disks::left_images;
-use crate::host::memory_notes::LeftNote;
-use crate::host::qemu::is_alive;
 use crate::source::convergence;
-use crate::source::sender::{Content, Encoding, Line, Sending};
+use crate::source::left_memory::{LeftContent, LeftMemory};
+use crate::source::sender::{Encoding, Line, Sending};
 use crate::source::verified_ranges::Checked;
 use crate::source::verify::{Image, Rest};
 use longhaul_api::{Convergence, RegionProgress, Report};
@@ -13,12 +12,9 @@ use longhaul_codec::{BlockId, DigestKey};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::source::{Source, SourceError};
 use longhaul_engine::strategy::Strategy;
-use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_protocol::limits::RANGES_MAX;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId, RegionKind, RegionSpec};
-use longhaul_storage::disk::RawDisk;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
@@ -51,60 +47,6 @@ struct Region {
     chunks: u32,
     /// Number of chunks for which the destination has listed its missing blocks.
     heard: u32,
-}
-
-/// The memory of a departed guest, as an earlier agent has noted it.
-pub(crate) struct LeftMemory {
-    pub(crate) note: LeftNote,
-    /// Its stopped QEMU, unless that has ended.
-    pub(crate) qemu: Option<(Guest, GuestMemory)>,
-}
-
-/// The content that a departed guest's destination lacks, as an earlier agent noted it.
-struct LeftContent {
-    memory: Option<LeftMemory>,
-    disks: BTreeMap<RegionId, Arc<RawDisk>>,
-}
-
-impl LeftContent {
-    fn read_memory(&self, blocks: &[BlockId], into: &mut [u8]) -> Result<(), String> {
-        let memory = self.memory.as_ref().ok_or("there is no such region")?;
-        let (_, of_qemu) = memory.qemu.as_ref().ok_or("its QEMU has ended")?;
-        let mut regions = memory.note.regions.iter();
-        let region = blocks.first().map(|block| block.region);
-        let spec = regions.find(|spec| Some(spec.id) == region);
-        let place = spec.and_then(|spec| of_qemu.find(&spec.name));
-        let place = place.ok_or("there is no such region")?;
-        let ranges: Vec<BlockRange> = blocks
-            .iter()
-            .map(|block| BlockRange::new(block.block, 1))
-            .collect();
-        let read = of_qemu.read(place, &ranges, into);
-        read.map_err(|error| error.to_string())
-    }
-}
-
-impl Content for LeftContent {
-    fn read(&self, blocks: &[BlockId], into: &mut [[u8; BLOCK_SIZE]]) -> Result<(), String> {
-        let mut done = 0;
-        for same in blocks.chunk_by(|one, next| one.region == next.region) {
-            let Some(block) = same.first() else { continue };
-            let into = &mut into[done..done + same.len()];
-            match self.disks.get(&block.region) {
-                Some(disk) => crate::disks::read_each(disk, same, into)?,
-                None => self.read_memory(same, into.as_flattened_mut())?,
-            }
-            done += same.len();
-        }
-        Ok(())
-    }
-
-    fn is_there(&self) -> Result<(), String> {
-        match self.memory.as_ref().and_then(|memory| memory.qemu.as_ref()) {
-            Some((guest, _)) => is_alive(guest),
-            None => Ok(()),
-        }
-    }
 }
 
 /// Creates the drain from the notes of an earlier agent. Returns `None` if neither memory nor a
@@ -398,7 +340,7 @@ impl Drain {
 mod tests {
     use super::*;
     use crate::disks::exports::{LeftDisk, tests::note_left};
-    use longhaul_storage::disk::ImageIdentity;
+    use longhaul_storage::disk::{ImageIdentity, RawDisk};
     use std::fs;
 
     /// A file of the same length under the same path may be a backup or a template.

@@ -22,6 +22,17 @@ pub(crate) fn follows_by(strategy: Choice) -> Pulled {
     }
 }
 
+/// Refuses a memory file of memory that does not follow.
+pub(crate) fn check_keeping(strategy: Choice, keeps: bool) -> Result<(), ApiError> {
+    if !keeps || strategy != Choice::Precopy {
+        return Ok(());
+    }
+    let text = "there is no memory to keep (`keep_memory`): with the strategy precopy all of it is \
+                at the destination before the guest runs there";
+    let hint = "leave out --keep-memory, or choose --strategy hybrid, postcopy or auto";
+    Err(ApiError::new(ErrorCode::InvalidRequest, text).hint(hint))
+}
+
 /// Returns the refusal of a destination that does not know of memory that follows.
 pub(crate) fn too_old_to_follow(host: &str, software: &str) -> ApiError {
     let text = format!("{host} runs {software:?}, to which no memory can follow its guest");

@@ -1,6 +1,7 @@
 //! A migration's plan: its checks and its prediction, made without changing anything.
 
 use crate::context::Context;
+use crate::host::memory_cache::room_bytes;
 use crate::source::Source;
 use crate::source::arbiter;
 use crate::source::candidate::{Candidate, candidate};
@@ -12,7 +13,7 @@ use crate::source::files::{self, AskError, Held, Question};
 use crate::source::known_content::{self, Sample};
 use crate::source::local_disks::{self, Known, LocalDisk};
 use crate::source::losses;
-use crate::source::memory_strategy::{follows_by, too_old_to_follow};
+use crate::source::memory_strategy::{check_keeping, follows_by, too_old_to_follow};
 use crate::source::prediction::{Asking, Holds, Look, predict};
 use crate::source::qemu::{SourceQemu, SourceQemuError};
 use crate::source::sample;
@@ -46,6 +47,7 @@ const GROWS: f64 = 1.5;
 pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<Plan, ApiError> {
     let context = &source.context;
     convergence::check(&request.convergence)?;
+    check_keeping(request.strategy, request.keep_memory)?;
     let candidate = candidate(context, &request.guest, &request.to)?;
     let mut plan = Plan {
         guest: request.guest.clone(),
@@ -55,6 +57,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
             downtime_ms: request.downtime_ms,
             bandwidth_bps: context.throttle.alone(request.bandwidth_bps),
             early_release: request.early_release,
+            keep_memory: request.keep_memory,
             convergence: request.convergence,
             ..Asked::default()
         },
@@ -110,6 +113,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     };
     plan.checks.extend(early_release(&plan));
     plan.checks.extend(needs_both(&plan, request.strategy));
+    plan.checks.extend(memory_file(context, &plan));
     plan.checks
         .extend(arbiter::check(context, &request.guest, required));
     let rtt = plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3));
@@ -142,6 +146,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
         rate,
         rtt,
         early_release: plan.asked.early_release,
+        keep_memory: plan.asked.keep_memory,
         convergence: plan.asked.convergence,
         look,
         disks,
@@ -228,12 +233,44 @@ fn needs_both(plan: &Plan, strategy: Strategy) -> Option<Check> {
         Strategy::Auto => "if its memory follows, then until all of it is there",
         Strategy::Hybrid | Strategy::Postcopy => "until all of its memory has followed",
     };
+    let lost = match plan.asked.keep_memory {
+        false => format!("is lost with its QEMU on {source}"),
+        true => format!("is lost with its QEMU on {source} until the memory file is complete"),
+    };
     let text = format!(
         "{when}, {guest} needs both hosts: it waits while the link is cut or the agent on {source} \
-         or {destination} is gone, and is lost with {source}"
+         or {destination} is gone, and {lost}; if {destination} dies, take it back on {source} as \
+         it was when it was stopped"
     );
     let hint = "without --strategy it needs only one host at any time";
     Some(Check::warn("strategy", text, hint))
+}
+
+/// Returns the check whether all memory of the guest fits a memory file.
+fn memory_file(context: &Context, plan: &Plan) -> Option<Check> {
+    if !plan.asked.keep_memory {
+        return None;
+    }
+    let (name, state) = ("keep_memory", &context.parts.config.state);
+    let (guest, source, folder) = (&plan.guest, &plan.source, state.display());
+    let needed = plan.memory_bytes?;
+    let most = show_bytes(needed);
+    let hint = "without room the move works, but the memory file is given up: make room there";
+    Some(match block_in_place(|| room_bytes(state)) {
+        Ok(room) if room >= needed => {
+            let text = format!("up to {most} of memory may be kept for it in {folder}");
+            Check::ok(name, text)
+        }
+        Ok(room) => {
+            let text = format!(
+                "{folder} has room for {} of memory, and up to {most} may follow {guest}: it may \
+                 be lost with its QEMU on {source} until all of its memory has followed",
+                show_bytes(room)
+            );
+            Check::warn(name, text, hint)
+        }
+        Err(error) => Check::warn(name, format!("{folder} cannot be looked at: {error}"), hint),
+    })
 }
 
 /// Returns the check that explains what an early release saves and risks.

@@ -48,6 +48,9 @@ const WRITTEN_UNSEEN: Guess = Guess::new(0.5e6, 0.8);
 const WRITTEN_SPREAD: f64 = 0.5;
 /// Bytes that a new connection has in flight before its first acknowledgement.
 const FIRST_WINDOW_BYTES: f64 = 38_400.0;
+/// Assumed rate at which a memory file is written, in bytes per second: a disk that takes twice as
+/// much, since the copy rests as long as it works.
+const COPY_BYTES_PER_S: f64 = 100e6;
 
 /// The findings about a guest.
 #[derive(Debug, Clone, Copy, Default)]
@@ -91,6 +94,8 @@ pub(crate) struct Asking {
     pub(crate) rate: Option<LinkRate>,
     pub(crate) rtt: Option<Duration>,
     pub(crate) early_release: bool,
+    /// Whether memory that follows is copied to a file.
+    pub(crate) keep_memory: bool,
     pub(crate) convergence: Convergence,
     pub(crate) look: Look,
     /// The disks that move along, by a sample.
@@ -272,6 +277,35 @@ fn stalls(asking: &Asking) -> Option<String> {
     ))
 }
 
+/// Returns what the death of the source means for a guest whose memory follows, and for how long.
+fn if_source_dies(asking: &Asking, made: Option<&Forecast>) -> String {
+    let follows_s = made.map(|made| made.follows_s.likely);
+    let about = |time_s: Option<f64>| {
+        let time = time_s.map(|time_s| show_duration(seconds(time_s)));
+        time.map_or_else(String::new, |time| format!(" (about {time})"))
+    };
+    let all = about(follows_s);
+    if !asking.keep_memory {
+        return format!(
+            "before the switch: as without a move; after it, until all memory has followed{all}: \
+             lost"
+        );
+    }
+    let copied = about(follows_s.and_then(|time_s| copy_s(asking, time_s)));
+    format!(
+        "before the switch: as without a move; after it, until the memory file is \
+         complete{copied}: lost; then, until all memory has followed{all}: waits until {} is back",
+        asking.source
+    )
+}
+
+/// Returns how long the copy of the memory that follows in this time takes.
+fn copy_s(asking: &Asking, follows_s: f64) -> Option<f64> {
+    let (inputs, share) = inputs(asking)?;
+    let bytes = follows_s * inputs.rate.likely / (share * WIRE).max(f64::MIN_POSITIVE);
+    Some(bytes.min(inputs.written_most) / COPY_BYTES_PER_S)
+}
+
 fn prediction(
     asking: &Asking,
     made: Option<&Forecast>,
@@ -305,11 +339,7 @@ fn prediction(
         },
         if_source_dies: match follows {
             false => "before the switch: as without a move".to_owned(),
-            true => {
-                "before the switch: as without a move; after it, until all memory has followed: \
-                 lost"
-                    .to_owned()
-            }
+            true => if_source_dies(asking, made),
         },
         note,
     }
@@ -337,6 +367,7 @@ mod tests {
             rate: Some(rate(12e6)),
             rtt: Some(Duration::from_millis(20)),
             early_release: false,
+            keep_memory: false,
             convergence: Convergence::default(),
             look: Look {
                 memory: Some(Sampled {
@@ -466,6 +497,38 @@ mod tests {
         let cannot = auto(false, 400 * MIB);
         assert_eq!((cannot.strategy, cannot.stalls), (Strategy::Precopy, None));
         assert!(cannot.note.is_some());
+    }
+
+    #[test]
+    fn the_death_of_the_source_is_a_loss_until_the_memory_file_is_complete() {
+        let of = |strategy, keep_memory| {
+            let asking = Asking {
+                strategy,
+                keep_memory,
+                ..asking()
+            };
+            predicted(&asking).if_source_dies
+        };
+        let precopy = "before the switch: as without a move";
+        assert_eq!(of(Strategy::Precopy, false), precopy);
+        let lost = of(Strategy::Postcopy, false);
+        let expected = format!("{precopy}; after it, until all memory has followed (about ");
+        assert!(
+            lost.starts_with(&expected) && lost.ends_with("s): lost"),
+            "{lost}"
+        );
+        let kept = of(Strategy::Postcopy, true);
+        let expected = format!("{precopy}; after it, until the memory file is complete (about ");
+        assert!(kept.starts_with(&expected), "{kept}");
+        assert!(kept.contains("s): lost; then, until"), "{kept}");
+        assert!(kept.ends_with("waits until lyon-1 is back"), "{kept}");
+        let unknown = Asking {
+            strategy: Strategy::Hybrid,
+            rate: None,
+            ..asking()
+        };
+        let unknown = predicted(&unknown).if_source_dies;
+        assert!(unknown.ends_with("has followed: lost"), "{unknown}");
     }
 
     #[test]

@@ -17,7 +17,7 @@ use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
 use crate::source::files::{self, AskError, Asked as Answered, Held, Question};
 use crate::source::local_disks::{self, Known, may_be_left};
-use crate::source::memory_strategy::{follows_by, of_memory, too_old_to_follow};
+use crate::source::memory_strategy::{check_keeping, follows_by, of_memory, too_old_to_follow};
 use crate::source::plan;
 use crate::source::prediction::Look;
 use crate::source::qemu::SourceQemu;
@@ -66,6 +66,7 @@ pub(crate) fn start(
     request: StartMigration,
 ) -> Result<Arc<Entry>, ApiError> {
     convergence::check(&request.convergence)?;
+    check_keeping(request.strategy, request.keep_memory)?;
     if let Some(group) = &request.group {
         check_group(group)?;
     }
@@ -232,6 +233,9 @@ impl Preparing {
         let may_follow = self.is_auto() && follows;
         outbound.moves_by(of_memory(self.request.strategy), may_follow);
         let memory_follows = outbound.follows() != Pulled::Nothing;
+        if self.request.keep_memory && memory_follows {
+            outbound.keeps_memory();
+        }
         let encoding = self.encoding(&outbound);
         let rate = self.source.context.link_rate(&host.name);
         let sampled_disks = block_in_place(|| sample::disks(outbound.disks(), encoding, rate));

@@ -6,6 +6,7 @@ use crate::disks;
 use crate::host::fail_point;
 use crate::host::qemu::is_alive;
 use crate::source::local_disks::LocalDisk;
+use crate::source::memory_file::Kept;
 use crate::source::retained_qemu::RetainedQemu;
 use crate::source::sender::{Content, Sending};
 use crate::status::usage::{Meter, Usage};
@@ -86,6 +87,8 @@ pub(crate) struct SourceQemu {
     may_follow: bool,
     /// Where its RAM lies, once that is known.
     layout: Arc<OnceLock<Layout>>,
+    /// The place of the memory file, if one is wanted.
+    kept: Option<Kept>,
 }
 
 /// The result of stopping a guest.
@@ -161,6 +164,7 @@ impl SourceQemu {
             strategy: Strategy::PRECOPY,
             may_follow: false,
             layout: Arc::default(),
+            kept: None,
         })
     }
 
@@ -173,6 +177,16 @@ impl SourceQemu {
     pub(crate) fn moves_by(&mut self, strategy: Strategy, may_follow: bool) {
         self.strategy = strategy;
         self.may_follow = may_follow;
+    }
+
+    /// Copies memory that follows to a file.
+    pub(crate) fn keeps_memory(&mut self) {
+        self.kept = Some(Kept::default());
+    }
+
+    /// Returns the place of the memory file, if one is wanted.
+    pub(crate) fn kept(&self) -> Option<&Kept> {
+        self.kept.as_ref()
     }
 
     /// Returns the strategy of its memory, and whether the memory may follow in any case.
@@ -241,6 +255,7 @@ impl SourceQemu {
             guest: self.guest.clone(),
             memory: self.memory.clone(),
             places: memory.chain(disks).collect(),
+            kept: self.kept.clone(),
         })
     }
 
@@ -519,6 +534,8 @@ struct GuestContent {
     guest: Guest,
     memory: Arc<GuestMemory>,
     places: BTreeMap<RegionId, Place>,
+    /// The place of the memory file, if one is wanted.
+    kept: Option<Kept>,
 }
 
 impl Content for GuestContent {
@@ -544,14 +561,26 @@ impl Content for GuestContent {
                     _ => ranges.push(BlockRange::new(id.block, 1)),
                 }
             }
-            self.memory
-                .read(place, &ranges, out.as_flattened_mut())
-                .map_err(|error| error.to_string())?;
+            let out = out.as_flattened_mut();
+            let read = self.memory.read(place, &ranges, out);
+            let read = read.map_err(|error| error.to_string());
+            match &self.kept {
+                None => read?,
+                Some(kept) => {
+                    let read = read.and_then(|()| is_alive(&self.guest));
+                    kept.read_after(read, same, out)?;
+                }
+            }
         }
         Ok(())
     }
 
-    fn is_there(&self) -> Result<(), String> {
-        is_alive(&self.guest)
+    fn is_there(&self, blocks: &[BlockId]) -> Result<(), String> {
+        let is_memory =
+            |block: &BlockId| matches!(self.places.get(&block.region), Some(Place::Memory(_)));
+        match self.kept.is_none() && blocks.iter().any(is_memory) {
+            true => is_alive(&self.guest),
+            false => Ok(()),
+        }
     }
 }

@@ -5,7 +5,7 @@
 //! The core talks to the destination until both journals are complete. If the destination has yet
 //! to send READY, no blocks are sent to it: it is asked to give up. If the guest runs there, the
 //! missing blocks of its disks are sent from their images, and those of its memory from its stopped
-//! QEMU.
+//! QEMU or its memory file.
 
 use crate::context::Context;
 use crate::disks::exports;
@@ -23,18 +23,22 @@ use crate::source::companion::{About, Companions};
 use crate::source::connect::{
     Attempted, Dial, Dialled, Session, SessionError, dialled, next_message,
 };
-use crate::source::drain::{self, Drain, LeftMemory};
+use crate::source::drain::{self, Drain};
+use crate::source::left_memory::LeftMemory;
+use crate::source::memory_copy::Copying;
+use crate::source::memory_file;
 use crate::source::sender::SendError;
 use crate::status::migration::Entry;
 use crate::status::registry::{Reservation, Taken};
 use crate::status::{failure, in_doubt};
-use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
+use longhaul_api::{
+    ApiError, ErrorCode, HandoverRecord, MemoryFileReport, Outcome, Phase, Resolve, Side,
+};
 use longhaul_attempt::Source as Core;
 use longhaul_attempt::source::{Action, Cause, Claimed, Config, DialError, Event, FromDestination};
 use longhaul_engine::handover::{SourceState, Terms};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::manager::Stays;
-use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Epoch, MigrationId, StoreId};
@@ -90,6 +94,8 @@ enum End {
 struct DrainImages {
     draining: Drain,
     worker: JoinHandle<SendError>,
+    /// The copy of memory that follows to its file.
+    copying: Option<Copying>,
 }
 
 impl Drop for DrainImages {
@@ -134,6 +140,7 @@ impl SourceOwner for RecoveredSource {
                 });
             }
             Action::Quit => {
+                self.stop_copying();
                 let ledger = &self.handover.ledger;
                 let guests = &ledger.context.parts.guests;
                 if let Err(error) = guests.confirm(&ledger.guest, None).await {
@@ -371,6 +378,9 @@ impl RecoveredSource {
             }
             Happened::Resolved(None) | Happened::Look => {}
         }
+        let copying = self.left.as_mut().and_then(|left| left.copying.as_mut());
+        let complete = copying.and_then(Copying::news);
+        self.report_memory_file(complete);
         let unreadable = self.left.as_mut().map(|left| left.draining.unreadable());
         for message in unreadable.unwrap_or_default() {
             self.send(message).await;
@@ -447,36 +457,16 @@ impl RecoveredSource {
         }
     }
 
-    /// Finds the stopped QEMU that holds memory which is missing at the destination.
-    async fn find_left_memory(&self) -> io::Result<Option<LeftMemory>> {
-        let ledger = &self.handover.ledger;
-        let (parts, guest) = (&ledger.context.parts, &ledger.guest);
-        let note = LeftNote::read(&parts.config.state, guest, ledger.migration)?;
-        let Some(note) = note else { return Ok(None) };
-        let found = block_in_place(|| parts.guests.find(guest))?;
-        let qemu = match found {
-            Some(found) => {
-                let lease = parts.guests.lease(&found, COMMAND_TIMEOUT).await;
-                let lease = lease.map_err(io::Error::other)?;
-                let pid = found
-                    .pid()
-                    .ok_or_else(|| io::Error::other("it has no process"))?;
-                let memory = GuestMemory::attach(lease.qmp(), pid).await;
-                Some((found, memory.map_err(io::Error::other)?))
-            }
-            None => None,
-        };
-        Ok(Some(LeftMemory { note, qemu }))
-    }
-
     /// Finds what missing blocks are sent from, unless it is known.
     async fn find_left(&mut self) -> Result<(), SessionError> {
         if self.left.is_some() {
             return Ok(());
         }
-        let memory = self.find_left_memory().await?;
         let ledger = &self.handover.ledger;
         let (state, guest) = (&ledger.context.parts.config.state, &ledger.guest);
+        let memory = LeftMemory::find(&ledger.context, guest, ledger.migration).await?;
+        let copying = memory.as_ref().and_then(|left| left.copy(state, guest));
+        let report = memory.as_ref().and_then(LeftMemory::report);
         let left = block_in_place(|| drain::left(state, guest, ledger.migration, memory))?;
         let Some(draining) = left else {
             return Ok(());
@@ -486,7 +476,9 @@ impl RecoveredSource {
         self.left = Some(DrainImages {
             worker: tokio::spawn(draining.sending().clone().work()),
             draining,
+            copying,
         });
+        self.report_memory_file(report);
         Ok(())
     }
 
@@ -509,6 +501,12 @@ impl RecoveredSource {
         self.trouble = None;
     }
 
+    /// Ends the copy of memory, so that no file appears any more.
+    fn stop_copying(&mut self) {
+        let copying = self.left.as_mut().and_then(|left| left.copying.take());
+        block_in_place(|| drop(copying));
+    }
+
     fn stop_sending(&mut self) {
         self.acknowledging = None;
         if let Some(left) = &self.left {
@@ -519,6 +517,13 @@ impl RecoveredSource {
     /// Returns whether the guest, which runs at the destination, may need blocks from here.
     fn is_needed(&self) -> bool {
         self.leaves && *self.handover.state() == SourceState::Done
+    }
+
+    /// Reports the complete memory file.
+    fn report_memory_file(&self, complete: Option<MemoryFileReport>) {
+        if let (Some(entry), Some(complete)) = (&self.entry, complete) {
+            entry.report_with(|report| report.memory_file = Some(complete));
+        }
     }
 
     /// Updates the report with the result of the drain's comparison.
@@ -567,7 +572,7 @@ impl RecoveredSource {
     /// Resumes the guest here, if its QEMU still exists. Returns false if it has to be tried again.
     async fn resume(&mut self) -> bool {
         // No blocks of it are sent any more.
-        self.left = None;
+        block_in_place(|| self.left = None);
         let ledger = &self.handover.ledger;
         forget_left_memory(ledger);
         let here = &ledger.context.parts.config.name;
@@ -720,11 +725,12 @@ fn config(terms: Terms, drains: bool) -> Config {
     }
 }
 
-/// Removes the note of memory that a QEMU here holds for the destination.
+/// Removes the note of memory that is held here for the destination, and its memory file.
 fn forget_left_memory(ledger: &Ledger) {
     let (state, guest) = (&ledger.context.parts.config.state, &ledger.guest);
-    if let Err(error) = LeftNote::forget(state, guest) {
-        tracing::warn!(guest, %error, "a note of its memory stays");
+    let forgotten = block_in_place(|| memory_file::forget(state, guest, ledger.migration));
+    if let Err(error) = forgotten {
+        tracing::warn!(guest, %error, "a note of its memory, or its memory file, stays");
     }
 }
 

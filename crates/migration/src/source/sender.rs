@@ -101,9 +101,9 @@ pub(crate) trait Content: Send + Sync + 'static {
     /// Reads these blocks into `into`, in their order.
     fn read(&self, blocks: &[BlockId], into: &mut [[u8; BLOCK_SIZE]]) -> Result<(), String>;
 
-    /// Returns an error if what was read last may be another guest's: the process whose memory is
-    /// read has ended. Asked in the drain, which has no other eye on it.
-    fn is_there(&self) -> Result<(), String> {
+    /// Returns an error if what was read last for these blocks may be another guest's: the process
+    /// whose memory is read has ended. Asked in the drain, which has no other eye on it.
+    fn is_there(&self, _blocks: &[BlockId]) -> Result<(), String> {
         Ok(())
     }
 }
@@ -358,7 +358,7 @@ impl Sending {
         let drains = self.engine().is_draining();
         let read = self.content.read(blocks, content);
         let there = || match drains {
-            true => self.content.is_there(),
+            true => self.content.is_there(blocks),
             false => Ok(()),
         };
         let Err(error) = read.and_then(|()| there()) else {
@@ -377,7 +377,7 @@ impl Sending {
         let mut places = Vec::new();
         for (place, block) in blocks.iter().enumerate() {
             let read = self.content.read(&[*block], &mut content[place..=place]);
-            if let Err(why) = read.and_then(|()| self.content.is_there()) {
+            if let Err(why) = read.and_then(|()| self.content.is_there(&[*block])) {
                 content[place].fill(0);
                 places.push(place);
                 lock(&self.unreadable).push((*block, why));
@@ -395,7 +395,7 @@ impl Sending {
     pub(crate) fn can_be_read(&self, block: BlockId) -> bool {
         let read = || {
             let read = self.content.read(&[block], &mut [[0; BLOCK_SIZE]]);
-            read.and_then(|()| self.content.is_there())
+            read.and_then(|()| self.content.is_there(&[block]))
         };
         block_in_place(read).is_ok()
     }

@@ -395,6 +395,7 @@ mod tests {
                 verify: false,
                 patience_ms: 60_000,
                 early_release: false,
+                keep_memory: false,
                 encoding: Default::default(),
                 convergence: Default::default(),
                 group: None,

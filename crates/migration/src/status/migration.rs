@@ -133,6 +133,7 @@ impl Entry {
             clock: None,
             hooks: Vec::new(),
             kept_memory: None,
+            memory_file: None,
         };
         Self {
             id: facts.id,

@@ -5,8 +5,8 @@ use super::image;
 use crate::cli::paint::{Line, Tone, columns, wrap};
 use longhaul_api::{
     BaseChoice, BytesByKind, ClockTeller, DiskChoice, DiskReport, DowntimeParts, FaultReport,
-    GuestClock, HookRun, HostCost, Judgement, Outcome, Phase, Report, StopChoice, StopReason,
-    StopRule,
+    GuestClock, HookRun, HostCost, Judgement, MemoryFileReport, Outcome, Phase, Report, StopChoice,
+    StopReason, StopRule,
 };
 use longhaul_protocol::units::show_bytes;
 
@@ -302,6 +302,9 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
     if !report.hooks.is_empty() {
         line("hooks", hooks(&report.hooks));
     }
+    if let Some(file) = &report.memory_file {
+        line("memory file", memory_file(file));
+    }
     if let Some(kept) = &report.kept_memory {
         let part = match kept.whole {
             true => "",
@@ -322,6 +325,17 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
         line("agent", costs.join("; "));
     }
     lines
+}
+
+fn memory_file(file: &MemoryFileReport) -> String {
+    let bytes = show_bytes(file.bytes);
+    match file.complete_ms {
+        Some(time_ms) => format!(
+            "{bytes}, complete {} after the handover",
+            figure::ms(Some(time_ms))
+        ),
+        None => format!("{bytes}, complete after the agent was restarted"),
+    }
 }
 
 fn faults(faults: &FaultReport) -> String {
@@ -452,6 +466,22 @@ mod tests {
     fn a_report_of_a_completed_migration() {
         golden::check_lines("report", &report(&sample::report(), 140), 140);
         golden::check_lines("report_narrow", &report(&sample::report(), 72), 72);
+    }
+
+    #[test]
+    fn when_a_memory_file_was_complete() {
+        let file = |complete_ms| {
+            let bytes = 412 << 20;
+            memory_file(&MemoryFileReport { bytes, complete_ms })
+        };
+        assert_eq!(
+            file(Some(3200)),
+            "412 MiB, complete 3.2 s after the handover"
+        );
+        assert_eq!(
+            file(None),
+            "412 MiB, complete after the agent was restarted"
+        );
     }
 
     #[test]

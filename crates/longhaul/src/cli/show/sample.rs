@@ -14,6 +14,7 @@ fn asked() -> Asked {
         verify: false,
         patience_ms: 60_000,
         early_release: false,
+        keep_memory: false,
         encoding: Encoding::default(),
         convergence: Default::default(),
         group: None,
@@ -393,6 +394,7 @@ pub(crate) fn report() -> Report {
             guest_stood_still: true,
             error: None,
         }],
+        memory_file: None,
         kept_memory: Some(KeptMemoryReport {
             bytes: 3174 * MIB,
             whole: true,

@@ -1,9 +1,12 @@
 //! The drain of a guest's memory and disks from the point of view of its attempt.
 
 use crate::disks::left_images;
-use crate::source::attempt::SourceAttempt;
+use crate::host::memory_notes::{FileNote, LeftNote, MemoryNote};
+use crate::source::attempt::{SourceAttempt, Task};
 use crate::source::drain::Drain;
 use crate::source::local_disks::may_be_left;
+use crate::source::memory_copy::{self, Copying, Job};
+use crate::source::memory_file;
 use crate::source::verify::Image;
 use crate::status::failure;
 use longhaul_api::Phase;
@@ -11,7 +14,9 @@ use longhaul_attempt::source::Event;
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{BlockRange, RegionId};
-use tokio::time::Instant;
+use std::io;
+use std::time::Instant;
+use tokio::task::block_in_place;
 
 impl SourceAttempt {
     /// Begins the drain, because the guest runs at the destination. It uses a connection that
@@ -36,6 +41,9 @@ impl SourceAttempt {
                 false => Drain::begin(sending, &memory, left, verify),
             });
             self.task.sending.wake();
+            if !memory.is_empty() {
+                self.copy_memory();
+            }
             let state = self.task.source.parts.config.state.clone();
             let (guest, migration) = (
                 self.task.offer.guest.name.clone(),
@@ -76,6 +84,71 @@ impl SourceAttempt {
             }
             sending.wake();
         });
+    }
+
+    /// Begins the copy of memory that follows to its file, if one is wanted.
+    fn copy_memory(&mut self) {
+        let Some(kept) = self.task.outbound.kept().cloned() else {
+            return;
+        };
+        let note = self.left_note();
+        if note.file.is_none() {
+            return;
+        }
+        let (memory, places) = self.task.outbound.memory();
+        let guest = self.task.outbound.guest();
+        let job = Job {
+            state: self.task.source.parts.config.state.clone(),
+            guest: guest.name().to_owned(),
+            note,
+            read: memory_copy::of_qemu(guest.clone(), memory, places),
+            since: Some(Instant::now()),
+        };
+        self.copying = Some(Copying::begin(job, kept));
+    }
+
+    /// Returns the note of memory that is held here for the destination.
+    pub(crate) fn left_note(&self) -> LeftNote {
+        let Task {
+            offer, outbound, ..
+        } = &self.task;
+        let lists_any = self.listed.iter().any(|listed| !listed.is_empty());
+        let listed = outbound.kept().filter(|_| lists_any);
+        LeftNote {
+            migration: offer.migration,
+            digest_key: offer.digest_key,
+            regions: outbound.regions().to_vec(),
+            file: listed.map(|_| FileNote {
+                blocks: self.listed.clone(),
+                complete: None,
+            }),
+        }
+    }
+
+    /// Notes for a later agent that memory may be missing at the destination.
+    pub(crate) fn note_left_memory(&self) -> io::Result<()> {
+        let Task {
+            source,
+            offer,
+            outbound,
+            ..
+        } = &self.task;
+        if outbound.follows() == Pulled::Nothing {
+            return Ok(());
+        }
+        let state = &source.parts.config.state;
+        block_in_place(|| self.left_note().write(state, &offer.guest.name))
+    }
+
+    /// Removes what is noted of memory that is held here for the destination, and its file.
+    pub(crate) fn forget_left_memory(&mut self) {
+        block_in_place(|| drop(self.copying.take()));
+        let Task { source, offer, .. } = &self.task;
+        let (state, guest) = (&source.parts.config.state, &offer.guest.name);
+        let forgotten = block_in_place(|| memory_file::forget(state, guest, offer.migration));
+        if let Err(error) = forgotten {
+            tracing::warn!(guest, %error, "a note of its memory, or its memory file, stays");
+        }
     }
 
     /// Sends memory that follows from now on: the destination takes it while it loads the guest.
@@ -124,6 +197,10 @@ impl SourceAttempt {
             self.send(message).await;
         }
         self.task.sending.wake();
+        if let Some(complete) = self.copying.as_mut().and_then(Copying::news) {
+            self.entry()
+                .report_with(|report| report.memory_file = Some(complete));
+        }
         if self.draining.as_mut().is_some_and(Drain::is_stuck) {
             self.tell(Event::Reconnect).await;
         }

@@ -3,7 +3,6 @@
 use crate::handover::attempt_record::{is_stale, of_attempt, stale};
 use crate::handover::ledger::{SourceHandover, SourceOwner, claimed, tell_source};
 use crate::host::arbiter::Answer;
-use crate::host::memory_notes::{LeftNote, MemoryNote};
 use crate::source::attempt::{SUMMARY_WITHIN, SourceAttempt, Task};
 use crate::source::connect::{Attempted, Dial, next_message};
 use crate::source::verify::Comparison;
@@ -261,15 +260,6 @@ impl SourceAttempt {
             .find_map(|frames| self.post(ToDestination::HeldFrames(frames)))
     }
 
-    /// Removes the note of memory that its QEMU holds for the destination.
-    fn forget_left_memory(&self) {
-        let Task { source, offer, .. } = &self.task;
-        let (state, guest) = (&source.parts.config.state, &offer.guest.name);
-        if let Err(error) = LeftNote::forget(state, guest) {
-            tracing::warn!(guest, %error, "a note of its memory stays");
-        }
-    }
-
     async fn resume(&mut self) -> Event {
         if self.is_stale() {
             let Task { source, offer, .. } = &self.task;
@@ -278,6 +268,7 @@ impl SourceAttempt {
             let error = error.unwrap_or_else(|| failure::overruled("taken back"));
             self.failure = Some(error.state_of_guest(stale(guest, here)));
             source.sweeper.wake();
+            self.forget_left_memory();
             return Event::Resumed;
         }
         let resumed = self.task.outbound.abort().await;

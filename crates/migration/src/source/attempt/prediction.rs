@@ -102,6 +102,7 @@ impl SourceAttempt {
             rate: known.or_else(|| self.rate_so_far()),
             rtt,
             early_release: migration.asked.early_release,
+            keep_memory: migration.asked.keep_memory,
             convergence: migration.asked.convergence,
             look,
             disks: task.sampled_disks,

@@ -1,6 +1,5 @@
 //! The stop of a departing guest, and the sending of what only a stopped guest can give.
 
-use crate::host::memory_notes::{LeftNote, MemoryNote};
 use crate::source::attempt::{SourceAttempt, StoppedAt, Task};
 use crate::source::verify::Comparison;
 use crate::status::failure;
@@ -17,7 +16,6 @@ use longhaul_protocol::piece::Part;
 use longhaul_protocol::units::show_bytes;
 use longhaul_storage::disk::Disk as _;
 use std::fmt::Display;
-use std::io;
 use std::time::Duration;
 use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::Instant;
@@ -276,25 +274,6 @@ impl SourceAttempt {
         });
     }
 
-    /// Notes for a later agent that the stopped QEMU holds memory that may follow.
-    fn note_left_memory(&self) -> io::Result<()> {
-        let Task {
-            source,
-            offer,
-            outbound,
-            ..
-        } = &self.task;
-        if outbound.follows() == Pulled::Nothing {
-            return Ok(());
-        }
-        let note = LeftNote {
-            migration: offer.migration,
-            digest_key: offer.digest_key,
-            regions: outbound.regions().to_vec(),
-        };
-        note.write(&source.parts.config.state, &offer.guest.name)
-    }
-
     /// Returns how many bytes of the device state are equal to those that were sent early.
     fn early_bytes(&self) -> usize {
         let (Some(stopped), Some(early)) = (&self.stopped, &self.early) else {
@@ -332,14 +311,19 @@ impl SourceAttempt {
         let disks = outbound.disks().iter().map(|disk| disk.spec.id);
         let memory = outbound.regions().iter().map(|spec| spec.id);
         let memory = memory.filter(|_| outbound.follows() != Pulled::Nothing);
+        let of_memory = memory.clone().count();
         let regions: Vec<RegionId> = memory.chain(disks).collect();
-        for region in regions {
+        self.listed = vec![Vec::new(); of_memory];
+        for (number, region) in regions.into_iter().enumerate() {
             let mut next = Some(0);
             while let Some(from) = next {
                 let list = self.task.sending.engine().list(region, from, REMAINING_MAX);
                 match list {
                     Ok(Some(list)) => {
                         next = list.next_chunk;
+                        if let Some(listed) = self.listed.get_mut(number) {
+                            listed.extend(&list.remaining);
+                        }
                         self.send(ToDestination::List(list)).await;
                     }
                     // Does not happen: the engine is closed, and the region is one of its own.
@@ -387,5 +371,12 @@ impl SourceAttempt {
         })
         .await;
         self.expect_next();
+        // While the destination loads the guest. Without it a later agent has QEMU alone.
+        if self.task.outbound.kept().is_some()
+            && let Err(error) = self.note_left_memory()
+        {
+            let guest = &self.task.offer.guest.name;
+            tracing::warn!(guest, %error, "what follows of its memory cannot be noted");
+        }
     }
 }
