@@ -10,7 +10,7 @@
 mod common;
 
 use common::{LIMIT, Running, Stage, tiny};
-use longhaul_api::{Outcome, Phase};
+use longhaul_api::{Outcome, Phase, Report};
 use longhaul_lab::guest::Chipset;
 use longhaul_lab::process::{kill_all, wait_until};
 use std::fs;
@@ -104,6 +104,12 @@ enum Trouble {
     Stuck,
     /// Nothing, until a quarter of what was missing has come.
     Calm,
+    /// Nothing, until the source's memory file is complete.
+    Kept,
+    /// The source's QEMU is killed.
+    QemuKilled,
+    /// The source's agent and its QEMU are killed, and the agent is restarted: as if the host was.
+    HostRestarted,
 }
 
 /// Returns the page servers on a host.
@@ -232,8 +238,35 @@ impl Trouble {
                 let comes = wait_until(LIMIT, || missing(stage, to, &guest.name) <= first / 4 * 3);
                 assert!(comes, "nothing of {first} blocks comes");
             }
+            Self::Kept => {
+                let report = || stage.product.ask::<Report>(from, &["report"]).unwrap();
+                let complete = wait_until(LIMIT, || report().memory_file.is_some());
+                assert!(complete, "its memory is not kept");
+                let file = report().memory_file.unwrap();
+                eprintln!("{file:?}");
+                assert!(file.bytes > 1 << 20, "{file:?}");
+            }
+            Self::QemuKilled => kill_qemu(stage, from, &guest.name),
+            Self::HostRestarted => {
+                stage.product.agent_mut(from).unwrap().kill().unwrap();
+                kill_qemu(stage, from, &guest.name);
+                stage.restart(&[from]);
+            }
         }
     }
+}
+
+/// Kills the source's stopped QEMU, while memory is missing at the destination.
+fn kill_qemu(stage: &Stage, from: usize, guest: &str) {
+    let qemus = stage.qemus(from, guest);
+    assert_eq!(qemus.len(), 1);
+    // The destination shows it a little later.
+    let is_missing = wait_until(LIMIT, || missing(stage, 1 - from, guest) > 0);
+    assert!(is_missing, "nothing is missing");
+    kill_all(&qemus).unwrap();
+    let left = missing(stage, 1 - from, guest);
+    assert!(left > 0, "all of it had come");
+    eprintln!("{left} blocks are missing");
 }
 
 fn restart(stage: &mut Stage, hosts: &[usize]) {
@@ -245,7 +278,9 @@ fn restart(stage: &mut Stage, hosts: &[usize]) {
 
 /// Moves a guest, and has troubles while its memory follows. Nobody helps.
 fn survives(guest: &mut Running, stage: &mut Stage, from: usize, how: &str, troubles: &[Trouble]) {
-    let words = ["--strategy", how, SLOW[0], SLOW[1]];
+    let mut words = vec!["--strategy", how, SLOW[0], SLOW[1]];
+    let keeps = |trouble: &Trouble| matches!(trouble, Trouble::Kept);
+    words.extend(troubles.iter().any(keeps).then_some("--keep-memory"));
     let mut moving = guest.migrate(stage, from, &words);
     assert!(
         moving.wait_for_phase(Phase::Finishing, LIMIT),
@@ -264,7 +299,7 @@ fn survives(guest: &mut Running, stage: &mut Stage, from: usize, how: &str, trou
 }
 
 /// Waits until all memory of a guest has followed. Checks that the guest runs at the destination
-/// alone, and that no page server or note is left there.
+/// alone, and that no page server, note or memory file is left.
 fn has_followed(guest: &mut Running, stage: &Stage, from: usize) {
     let (to, name) = (1 - from, guest.name.clone());
     let gone = wait_until(LIMIT, || stage.qemus(from, &name).is_empty());
@@ -277,12 +312,14 @@ fn has_followed(guest: &mut Running, stage: &Stage, from: usize) {
     assert!(ended, "{:?}", stage.product.latest_migration(to, &name));
     let there = stage.product.latest_migration(to, &name).unwrap().unwrap();
     assert!(there.reason.is_none(), "{there:?}");
-    let following = state(stage, to).join("following");
-    let clean = wait_until(LIMIT, || {
-        let left = fs::read_dir(&following).map_or(0, Iterator::count);
-        left == 0 && page_servers(stage, to).is_empty()
-    });
-    assert!(clean, "something is left in {}", following.display());
+    for host in [from, to] {
+        let following = state(stage, host).join("following");
+        let clean = wait_until(LIMIT, || {
+            let left = fs::read_dir(&following).map_or(0, Iterator::count);
+            left == 0 && page_servers(stage, host).is_empty()
+        });
+        assert!(clean, "something is left in {}", following.display());
+    }
 }
 
 #[test]
@@ -362,5 +399,24 @@ fn a_page_server_that_is_killed_is_replaced() {
     let troubles = [Trouble::ServerKilled, Trouble::DestinationKilled];
     survives(&mut guest, &mut stage, 0, "postcopy", &troubles);
     guest.move_verified(&stage, 1);
+    guest.end(&stage);
+}
+
+#[test]
+fn a_memory_file_outlives_the_source_s_qemu() {
+    let Some(mut stage) = Stage::new("following from a file", ["10.0", "10.0"], LINK) else {
+        return;
+    };
+    let mut guest = stage.boot(&tiny("kept", Chipset::Q35, "10.0", 2), BUSY);
+    let rounds = [
+        vec![Trouble::Kept, Trouble::QemuKilled],
+        // The copy begins again.
+        vec![Trouble::Killed, Trouble::Kept, Trouble::HostRestarted],
+    ];
+    for (round, troubles) in rounds.iter().enumerate() {
+        eprintln!("{troubles:?}");
+        survives(&mut guest, &mut stage, round % 2, "postcopy", troubles);
+    }
+    guest.move_verified(&stage, rounds.len() % 2);
     guest.end(&stage);
 }
