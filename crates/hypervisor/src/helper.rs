@@ -58,6 +58,11 @@ impl Helper {
         })
     }
 
+    /// Returns the id of its process.
+    pub fn pid(&self) -> i32 {
+        self.process.pid
+    }
+
     /// Returns whether the program runs.
     pub fn is_alive(&self) -> io::Result<bool> {
         self.process.is_alive()

@@ -37,6 +37,7 @@ pub mod scope;
 pub mod starter;
 mod tap;
 pub mod tested;
+pub mod vcpus;
 
 pub use capabilities::Accelerator;
 pub use command_line::ResolveError;
