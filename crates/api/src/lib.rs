@@ -18,8 +18,10 @@ pub mod migration;
 pub mod openapi;
 pub mod operation;
 pub mod plan;
+pub mod properties;
 pub mod realm;
 pub mod report;
+mod risk;
 pub mod tracked_writes;
 
 pub use client::{Client, ClientError, Events, Watch};
@@ -43,6 +45,10 @@ pub use migration::{
 pub use openapi::{openapi, openapi_text};
 pub use operation::{Method, Operation};
 pub use plan::{Check, Judgement, Plan, PlanRequest, PredictedRange, Prediction, Verdict};
+pub use properties::{
+    Compared, Continuity, GuestRate, GuestRates, LostWork, Predictability, Properties, Resources,
+    Robustness, Stalls, Transparency,
+};
 pub use realm::{
     HostPath, JoinRealm, PathKind, Realm, RealmGateway, RealmMember, RealmNetwork, RealmServer,
     RealmStanding, RealmStatus,
@@ -51,6 +57,7 @@ pub use report::{
     BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, FaultReport, GuestClock, HookRun,
     HostCost, Judgements, KeptMemoryReport, MemoryFileReport, PhaseTime, Report, VerifyResult,
 };
+pub use risk::{Consequence, Follows, PhaseRisks, Risk, Stakes};
 pub use tracked_writes::{TrackedDisk, TrackedWrites, Tracking};
 
 /// Maximum size of a request's body that an agent reads, in bytes.

@@ -2,6 +2,7 @@
 
 use crate::convergence::Convergence;
 use crate::migration::{Asked, Strategy};
+use crate::properties::Properties;
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -75,6 +76,10 @@ pub struct Plan {
     pub checks: Vec<Check>,
     /// Predicted costs of each strategy. The first is the one that would be used.
     pub predictions: Vec<Prediction>,
+    /// Continuity, resources, robustness, predictability and transparency of the move, as far as
+    /// they are known before it begins.
+    #[serde(default)]
+    pub properties: Properties,
 }
 
 /// The verdict of a check.

@@ -5,6 +5,7 @@ use crate::disks::{BaseChoice, DiskChoice};
 use crate::error::ApiError;
 use crate::migration::{Asked, Outcome, Phase, Side, Strategy};
 use crate::plan::{Judgement, PredictedRange, Prediction};
+use crate::properties::{GuestRates, Properties};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -59,6 +60,9 @@ pub struct Report {
     /// Part of the realm's arbiter in the handover, as text; null if the realm names none.
     #[serde(default)]
     pub arbiter: Option<String>,
+    /// Whether the arbiter could end a doubt of the handover.
+    #[serde(default)]
+    pub arbitrated: bool,
     /// Disks that moved.
     #[serde(default)]
     pub disks: Vec<DiskReport>,
@@ -89,6 +93,9 @@ pub struct Report {
     /// The source's memory file; null until it is complete, and if none was requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_file: Option<MemoryFileReport>,
+    /// Rates of the guest before, during and after the move. Each is null if it was not measured.
+    #[serde(default)]
+    pub guest_rates: GuestRates,
     /// Cost of the move on both hosts.
     pub cost: Cost,
     /// Result of the comparison of memory and disks; null if it was not requested or not completed.
@@ -102,6 +109,10 @@ pub struct Report {
     /// Memory of the guest that this host has cached for its return; null if it cached none.
     #[serde(default)]
     pub kept_memory: Option<KeptMemoryReport>,
+    /// Continuity, resources, robustness, predictability and transparency of the move, in figures.
+    /// They follow from the other figures of the report.
+    #[serde(default)]
+    pub properties: Properties,
 }
 
 /// The figures of a move against the ranges predicted for them; null where there was none.
@@ -144,6 +155,15 @@ pub struct FaultReport {
     pub p99_ms: f64,
     /// Longest wait, in milliseconds.
     pub longest_ms: f64,
+    /// Number of waits of more than 10 ms; null in reports of earlier agents.
+    #[serde(default)]
+    pub above_10_ms: Option<u64>,
+    /// Number of waits of more than 100 ms; null in reports of earlier agents.
+    #[serde(default)]
+    pub above_100_ms: Option<u64>,
+    /// Number of waits of more than 1000 ms; null in reports of earlier agents.
+    #[serde(default)]
+    pub above_1000_ms: Option<u64>,
 }
 
 /// A complete memory file: since then the source sends missing memory without the guest's QEMU.
@@ -309,6 +329,10 @@ pub struct HostCost {
     pub agent_peak_bytes: Option<u64>,
     /// CPU time of the guest's QEMU on this host since it started, in seconds.
     pub qemu_cpu_s: Option<f64>,
+    /// CPU time of the page server until QEMU had all memory, in seconds; null where no memory
+    /// followed to this host.
+    #[serde(default)]
+    pub page_server_cpu_s: Option<f64>,
 }
 
 /// The result of a comparison of both copies. It covers the memory, and each disk that is complete

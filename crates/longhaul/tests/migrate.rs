@@ -258,6 +258,9 @@ fn report() -> Report {
         memory_file: None,
         kept_memory: None,
         faults: None,
+        arbitrated: false,
+        guest_rates: GuestRates::default(),
+        properties: Properties::default(),
     }
 }
 

@@ -23,10 +23,12 @@
 //!   <--------------------------- Committed
 //!   (journal: DONE)                          no block is missing: journal: ALL-PRESENT
 //!   <------------------------------ Faults   only where memory followed
+//!   <-------------------------------- Used   only where something followed
 //!   <-------------------------- AllPresent
 //!   (QEMU quit; journal: CLOSED)
 //!   Done -------------------------------->   journal: CLOSED
 //!   <------------------------------ Closed
+//!   <-------------------------------- Rate   earlier, where something followed for longer
 //! ```
 //!
 //! With an early release, RELEASED is written and `Commit` sent when the guest is stopped; Ready is
@@ -324,6 +326,11 @@ pub enum ToSource {
     Loading,
     /// The pages that the guest has waited for, once all of its memory is here. From version 3 on.
     Faults(Faults),
+    /// What the move has cost here, once no block is missing any more. It replaces the same figures
+    /// of the Summary. From version 3 on.
+    Used(Used),
+    /// The guest's rate since it runs here. It may come after Closed. From version 3 on.
+    Rate(Rate),
 }
 
 /// The state of an attempt at the destination.
@@ -556,6 +563,30 @@ pub struct Faults {
     pub p99_us: u64,
     /// The longest of them.
     pub longest_us: u64,
+    /// How many were longer than 10, 100 and 1000 ms.
+    pub longer: [u64; 3],
+}
+
+/// The cost at the destination of a move of which something followed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Used {
+    /// CPU time of the agent, in microseconds.
+    pub agent_cpu_us: u64,
+    /// Peak of the agent's memory for this migration, in bytes.
+    pub agent_peak_bytes: u64,
+    /// CPU time of the page server, in microseconds, if there was one.
+    pub page_server_cpu_us: Option<u64>,
+}
+
+/// How much processor time a guest has used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rate {
+    /// CPU time of its vCPUs, in microseconds.
+    pub cpu_us: u64,
+    /// The time in which they used it, in microseconds.
+    pub time_us: u64,
+    /// Whether all of QEMU's threads are counted.
+    pub whole_process: bool,
 }
 
 /// The clock of a running guest against the destination's; negative: behind it.
@@ -609,5 +640,26 @@ mod tests {
         is_in_page(&ToDestination::Arbiter { store });
         is_in_page(&ToSource::Arbiter { reached: true });
         is_in_page(&ToSource::Known { found: 300 });
+    }
+
+    #[test]
+    fn the_examples_about_the_figures_of_a_move_are_true() {
+        is_in_page(&ToSource::Faults(Faults {
+            pages: 300,
+            median_us: 21_000,
+            p99_us: 44_000,
+            longest_us: 120_000,
+            longer: [290, 1, 0],
+        }));
+        is_in_page(&ToSource::Used(Used {
+            agent_cpu_us: 3_900_000,
+            agent_peak_bytes: 40_000_000,
+            page_server_cpu_us: Some(70_000),
+        }));
+        is_in_page(&ToSource::Rate(Rate {
+            cpu_us: 2_800_000,
+            time_us: 2_000_000,
+            whole_process: false,
+        }));
     }
 }

@@ -20,3 +20,5 @@ pub const VERSION_OF_ARBITERS: u16 = 3;
 pub const VERSION_OF_KNOWN: u16 = 3;
 /// The first version in which a guest's memory may follow when it runs at the destination.
 pub const VERSION_OF_POSTCOPY: u16 = 3;
+/// The first version in which the destination tells of the cost of a drain and the guest's rate.
+pub const VERSION_OF_RATES: u16 = 3;

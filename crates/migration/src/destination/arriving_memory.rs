@@ -11,13 +11,15 @@
 
 use crate::destination::page_server::{self, Started};
 use crate::destination::store::{GONE, Store, Taken};
+use crate::destination::waits::Waits;
 use crate::host::lock::lock;
 use crate::host::memory_notes::{ArrivingNote, ArrivingRegion, MemoryNote};
-use hdrhistogram::Histogram;
+use crate::status::usage;
 use longhaul_codec::{BlockId, BlockWrite, Content};
 use longhaul_engine::destination::Destination;
 use longhaul_engine::presence::Presence;
 use longhaul_engine::remaining::{self, Remaining};
+use longhaul_hypervisor::helper::Helper;
 use longhaul_hypervisor::manager::{GuestManager, Lease};
 use longhaul_hypervisor::memory::{
     Arriving, ArrivingEvent, Incoming, IncomingError, Missing, PageServer, Prelude, Request,
@@ -31,14 +33,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::block_in_place;
-
-/// The longest wait that is counted as it is, in microseconds: an hour.
-const WAIT_US_MAX: u64 = 3_600_000_000;
-/// Significant decimal digits of the waits that are counted.
-const WAIT_DIGITS: u8 = 2;
 
 /// The source's lists of blocks of memory that follow.
 #[derive(Default)]
@@ -171,10 +168,11 @@ pub(crate) struct ArrivingMemory {
 
 struct Shared {
     missing_blocks: u64,
-    /// Blocks that the guest waits for, and since when.
-    asked: BTreeMap<(RegionId, u64), Instant>,
-    /// How long it has waited for others, in microseconds.
-    waits: Option<Histogram<u64>>,
+    waits: Waits,
+    /// The process of the page server, if it is known.
+    server: Option<i32>,
+    /// The processor time of the page server, once it has all pages.
+    server_cpu: Option<Duration>,
     whole: bool,
 }
 
@@ -182,28 +180,10 @@ impl Shared {
     fn new() -> Self {
         Self {
             missing_blocks: 0,
-            asked: BTreeMap::new(),
-            waits: Histogram::new_with_max(WAIT_US_MAX, WAIT_DIGITS).ok(),
+            waits: Waits::new(),
+            server: None,
+            server_cpu: None,
             whole: false,
-        }
-    }
-
-    /// Records that the guest waits for blocks.
-    fn asked(&mut self, region: RegionId, blocks: BlockRange) {
-        let now = Instant::now();
-        for block in blocks.blocks() {
-            self.asked.entry((region, block)).or_insert(now);
-        }
-    }
-
-    /// Records that blocks have come.
-    fn came(&mut self, region: RegionId, blocks: BlockRange) {
-        for block in blocks.blocks() {
-            let since = self.asked.remove(&(region, block));
-            if let Some((since, waits)) = since.zip(self.waits.as_mut()) {
-                let wait_us = u64::try_from(since.elapsed().as_micros());
-                waits.saturating_record(wait_us.unwrap_or(u64::MAX));
-            }
         }
     }
 }
@@ -277,15 +257,14 @@ impl ArrivingMemory {
     /// Returns the blocks that the guest waits for.
     pub(crate) fn asked(&self) -> Vec<(RegionId, BlockRange)> {
         let shared = lock(&self.shared);
-        let asked = shared.asked.keys();
-        let one = |(region, block): &(RegionId, u64)| (*region, BlockRange::new(*block, 1));
-        asked.map(one).collect()
+        let one = |(region, block)| (region, BlockRange::new(block, 1));
+        shared.waits.pending().map(one).collect()
     }
 
     /// Returns how many blocks are missing, and how many of them the guest waits for.
     pub(crate) fn counts(&self) -> (u64, u64) {
         let shared = lock(&self.shared);
-        (shared.missing_blocks, shared.asked.len() as u64)
+        (shared.missing_blocks, shared.waits.pending().len() as u64)
     }
 
     pub(crate) fn is_whole(&self) -> bool {
@@ -294,14 +273,12 @@ impl ArrivingMemory {
 
     /// Returns what the guest has waited for since this agent serves QEMU.
     pub(crate) fn faults(&self) -> Option<Faults> {
-        let shared = lock(&self.shared);
-        let waits = shared.waits.as_ref()?;
-        Some(Faults {
-            pages: waits.len(),
-            median_us: waits.value_at_quantile(0.5),
-            p99_us: waits.value_at_quantile(0.99),
-            longest_us: waits.max(),
-        })
+        lock(&self.shared).waits.faults()
+    }
+
+    /// Returns the processor time of the page server, once QEMU has all memory.
+    pub(crate) fn server_cpu(&self) -> Option<Duration> {
+        lock(&self.shared).server_cpu
     }
 }
 
@@ -430,6 +407,7 @@ impl Serving {
             guest,
         } = loading;
         let (places, missing) = places(incoming.prelude(), &note.regions)?;
+        lock(&self.shared).server = note.server.as_ref().map(Helper::pid);
         note.whole = missing.is_empty();
         let whole = note.whole;
         let (state, guest) = (state.to_owned(), guest.to_owned());
@@ -503,6 +481,12 @@ impl Serving {
             Err(error) => return Err(error.to_string()),
         }
         Ok(())
+    }
+
+    /// Notes the processor time of the page server so far.
+    fn note_server_cpu(&self) {
+        let mut shared = lock(&self.shared);
+        shared.server_cpu = shared.server.and_then(usage::process_cpu);
     }
 
     fn whole(self) {
@@ -581,6 +565,8 @@ impl Served {
             monitor,
             ..
         } = self;
+        // It ends with QEMU's post-copy.
+        serving.note_server_cpu();
         let finished = async {
             let lease = monitor.lease().await?;
             let finished = arriving.finish(lease.qmp()).await;
@@ -624,7 +610,9 @@ impl Served {
             ?pages,
             "the guest waits for memory"
         );
-        lock(&self.serving.shared).asked(place.region, pages);
+        let mut shared = lock(&self.serving.shared);
+        shared.waits.asked(place.region, pages);
+        drop(shared);
         let _ = self
             .serving
             .news
@@ -658,7 +646,7 @@ impl Served {
         self.arriving.give(place.block, &pages);
         let mut shared = lock(&self.serving.shared);
         shared.missing_blocks = self.arriving.missing();
-        shared.came(region, range);
+        shared.waits.came(region, range);
     }
 
     fn missing(&self) -> Vec<(RegionId, Vec<Remaining>)> {
@@ -686,28 +674,6 @@ mod tests {
             durable,
             starts_zero: true,
         }
-    }
-
-    #[test]
-    fn a_page_is_waited_for_once_from_its_first_request_until_it_comes() {
-        let (memory, serving, _news) = hold();
-        let came = |blocks| lock(&serving.shared).came(MEMORY, blocks);
-        assert_eq!(memory.faults().map(|faults| faults.pages), Some(0));
-        lock(&serving.shared).asked(MEMORY, BlockRange::new(5, 2));
-        lock(&serving.shared).asked(MEMORY, BlockRange::new(5, 1));
-        assert_eq!(memory.counts().1, 2);
-        for since in lock(&serving.shared).asked.values_mut() {
-            *since -= std::time::Duration::from_millis(3);
-        }
-        // One of these was not asked for.
-        came(BlockRange::new(6, 2));
-        came(BlockRange::new(5, 1));
-        came(BlockRange::new(5, 1));
-        assert_eq!(memory.asked(), []);
-        let faults = memory.faults().unwrap();
-        assert_eq!(faults.pages, 2);
-        assert!(faults.median_us >= 3000, "{faults:?}");
-        assert!(faults.median_us <= faults.p99_us && faults.p99_us <= faults.longest_us);
     }
 
     #[test]

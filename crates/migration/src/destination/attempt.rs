@@ -18,6 +18,7 @@ use crate::destination::Destination;
 use crate::destination::arriving_memory::{self, ArrivingMemory, MemoryNews};
 use crate::destination::call::Call;
 use crate::destination::companion::Companions;
+use crate::destination::guest_rate::RateAfter;
 use crate::destination::handle::{AttemptHandle, Called, Present};
 use crate::destination::qemu::{DestinationQemu, DestinationQemuError};
 use crate::destination::receiver::{ReceiveError, Receiving};
@@ -114,6 +115,8 @@ struct DestinationAttempt {
     running: Option<JoinHandle<()>>,
     /// The task that measures the guest's clock.
     clock: Option<JoinHandle<Option<message::GuestClock>>>,
+    /// The measurement of the guest's rate, once it runs here.
+    rate: RateAfter,
     pace: Arc<Pace>,
     /// The guest's share of its sender's quota.
     admission: Admission,

@@ -30,6 +30,7 @@ use crate::destination::fetch::give_up::GivingUp;
 use crate::destination::fetch::memory::{FetchedMemory, next_of_memory};
 use crate::destination::fetch::verify::Question;
 use crate::destination::fetch_client::{FetchClient, News};
+use crate::destination::guest_rate::RateAfter;
 use crate::destination::handle::{AttemptHandle, Called, Present};
 use crate::destination::receiver::Receiving;
 use crate::disks::exports::{self, FrontError, Incomplete};
@@ -39,6 +40,7 @@ use crate::handover::ledger::{
 use crate::limits::peer_quota::Means;
 use crate::status::migration::Entry;
 use crate::status::registry::Reservation;
+use crate::status::usage::Meter;
 use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve};
 use longhaul_attempt::destination::{Event, FromSource};
 use longhaul_codec::DigestKey;
@@ -80,6 +82,10 @@ pub(crate) struct Begun {
     /// The memory that follows, where it is known from the attempt.
     pub(crate) memory: Option<Following>,
     pub(crate) clock: Option<JoinHandle<Option<GuestClock>>>,
+    /// The measurement of the guest's rate, where it is known from the attempt.
+    pub(crate) rate: RateAfter,
+    /// What measures the agent's usage since the offer, if this agent had it.
+    pub(crate) meter: Option<Meter>,
     pub(crate) running: Option<JoinHandle<()>>,
     pub(crate) companions: Companions,
 }
@@ -514,6 +520,7 @@ impl Fetch {
         if whole && *self.state() == (DestinationState::Running { all_present: false }) {
             tracing::info!(guest = self.guest(), "nothing of it is left at the source");
             self.tell_faults().await;
+            self.tell_used().await;
             self.tell_core(Event::AllPresent).await;
             // The exports can be removed now.
             self.retry_at -= RETRY_EVERY;
@@ -583,6 +590,7 @@ impl Fetch {
             present,
             mut call,
             clock,
+            mut rate,
             running,
             mut companions,
             ..
@@ -599,6 +607,7 @@ impl Fetch {
                 entry.report_with(|report| crate::status::guest_clock::report(clock, report));
                 send(&mut call, &ToSource::Clock(clock));
             }
+            rate.report_at_end(entry, &mut call);
             match handover.state() {
                 DestinationState::Aborted => {
                     let text = "an operator has given the guest to the source";
@@ -617,11 +626,14 @@ impl Fetch {
         drop(reservation);
         if closed {
             send(&mut call, &ToSource::Closed);
-            if let Some(call) = &mut call {
-                // The source must read the last message before the channel closes.
-                let last = tokio::time::timeout(PAUSE, call.receiver.recv()).await;
-                tracing::debug!(?last, "the source's last word");
-            }
+        }
+        if let Some(entry) = &entry {
+            rate.report_late(&context.archive, entry, &mut call).await;
+        }
+        if let Some(call) = call.as_mut().filter(|_| closed) {
+            // The source must read the last message before the channel closes.
+            let last = tokio::time::timeout(PAUSE, call.receiver.recv()).await;
+            tracing::debug!(?last, "the source's last word");
         }
     }
 }

@@ -14,6 +14,7 @@ pub(crate) mod fetch;
 pub(crate) mod fetch_client;
 pub(crate) mod files;
 pub(crate) mod guest_clock;
+pub(crate) mod guest_rate;
 pub(crate) mod handle;
 pub(crate) mod local_content;
 pub(crate) mod page_server;
@@ -21,6 +22,7 @@ pub(crate) mod qemu;
 pub(crate) mod receiver;
 pub(crate) mod recovered;
 pub(crate) mod store;
+pub(crate) mod waits;
 
 use crate::context::Context;
 use crate::destination::closed::Closed;

@@ -13,6 +13,7 @@ use crate::disks::{read_blocks, volumes};
 use crate::host::memory_notes::ArrivingNote;
 use crate::limits::peer_quota::Admission;
 use crate::limits::shared_dedup::{Look, Shown};
+use crate::status::guest_rate::RateMeter;
 use crate::status::usage::{Meter, Usage};
 use crate::verify;
 use longhaul_codec::{BlockId, BlockWrite, Content, DigestKey};
@@ -26,6 +27,7 @@ use longhaul_hypervisor::manager::{
 use longhaul_hypervisor::memory::{AttachError, GuestMemory, Incoming, IncomingError, SourceError};
 use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
+use longhaul_hypervisor::vcpus::Vcpus;
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::machine::{Difference, Machine};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
@@ -167,6 +169,8 @@ pub(crate) struct DestinationQemu {
     key: DigestKey,
     gone: bool,
     meter: Meter,
+    /// The threads that run the guest, if they are known.
+    vcpus: Option<Vcpus>,
 }
 
 impl DestinationQemu {
@@ -212,6 +216,7 @@ impl DestinationQemu {
                 if follows != Pulled::Nothing {
                     receiving.expect_lists(&offer.regions);
                 }
+                let vcpus = RateMeter::vcpus(lease.qmp(), guest.pid()).await;
                 Ok(Self {
                     guests,
                     guest,
@@ -232,6 +237,7 @@ impl DestinationQemu {
                     key: DigestKey(offer.digest_key),
                     gone: false,
                     meter,
+                    vcpus,
                 })
             }
             Err(error) => {
@@ -485,6 +491,16 @@ impl DestinationQemu {
     /// Returns the CPU time and memory used so far.
     pub(crate) fn usage(&self) -> Usage {
         self.meter.usage(self.guest.pid())
+    }
+
+    /// Returns the threads that run the guest, if they are known.
+    pub(crate) fn vcpus(&self) -> Option<&Vcpus> {
+        self.vcpus.as_ref()
+    }
+
+    /// Ends the hold on QEMU's monitor, and returns what goes on to measure the agent's usage.
+    pub(crate) fn into_meter(self) -> Meter {
+        self.meter
     }
 }
 

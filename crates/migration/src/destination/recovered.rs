@@ -8,6 +8,7 @@ use crate::context::Context;
 use crate::destination::Destination;
 use crate::destination::companion::{About, Companions};
 use crate::destination::fetch::{Begun, Fetch};
+use crate::destination::guest_rate::RateAfter;
 use crate::destination::handle::{AttemptHandle, Present};
 use crate::destination::page_server;
 use crate::disks::exports;
@@ -340,6 +341,8 @@ impl RecoveredDestination {
             bulk: None,
             memory: None,
             clock: None,
+            rate: RateAfter::default(),
+            meter: None,
             running: None,
             companions: self.companions,
         };

@@ -134,6 +134,8 @@ named! { ToSource in TO_SOURCE by to_source_name:
     // No memory of a guest of the crash matrix follows.
     Loading "loading" [],
     Faults "faults" [],
+    Used "used" [],
+    Rate "rate" [],
 }
 
 impl Named for ToDestination {

@@ -3,10 +3,13 @@
 use crate::context::Context;
 use crate::host::arbiter::{self, Answer};
 use crate::status::failure;
-use longhaul_api::{ApiError, Check};
+use longhaul_api::{ApiError, Check, Plan, Verdict};
 use longhaul_protocol::message::ArbiterQuery;
 use longhaul_protocol::wire::VERSION_OF_ARBITERS;
 use longhaul_protocol::{Generation, StoreId};
+
+/// The name of the check of the arbiter.
+const CHECK: &str = "arbiter";
 
 /// What a handover has an arbiter for.
 pub(crate) struct Agreed {
@@ -77,19 +80,31 @@ pub(crate) fn check(context: &Context, guest: &str, required: bool) -> Option<Ch
     let without = "leave out --require-arbiter: doubt is then ended by an operator";
     let Some(store) = arbiter::named(networks) else {
         let text = "this host's realm names no arbiter";
-        return required.then(|| Check::refuse("arbiter", text, without));
+        return required.then(|| Check::refuse(CHECK, text, without));
     };
     if arbiter::is_reached(networks, store) {
         let text = format!(
             "this host reaches the realm's arbiter: if the destination is lost in the handover, \
              {guest} continues here; the destination asks it while {guest} is stopped"
         );
-        return Some(Check::ok("arbiter", text));
+        return Some(Check::ok(CHECK, text));
     }
     let text = "this host does not reach the realm's arbiter: if the destination is lost in the \
                 handover, an operator has to decide";
     Some(match required {
-        true => Check::refuse("arbiter", text, without),
-        false => Check::warn("arbiter", text, "longhaul realm show says why"),
+        true => Check::refuse(CHECK, text, without),
+        false => Check::warn(CHECK, text, "longhaul realm show says why"),
     })
+}
+
+/// Returns whether a planned handover has an arbiter, by the plan's checks.
+pub(crate) fn is_agreed(plan: &Plan) -> bool {
+    let mut checks = plan.checks.iter();
+    let here = checks.any(|check| check.name == CHECK && check.verdict == Verdict::Ok);
+    let mut there = plan
+        .checks
+        .iter()
+        .filter(|check| check.name == "destination");
+    // An older destination says nothing of it.
+    here && there.any(|check| check.verdict == Verdict::Ok && check.message.contains(CHECK))
 }

@@ -48,7 +48,7 @@ use longhaul_engine::stop::StopReason;
 use longhaul_hypervisor::memory::Event;
 use longhaul_protocol::Epoch;
 use longhaul_protocol::disk::Remaining;
-use longhaul_protocol::message::{AttemptState, Offer, Summary, ToDestination, ToSource};
+use longhaul_protocol::message::{AttemptState, Offer, Summary, ToDestination, ToSource, Used};
 use longhaul_transport::{LinkGauge, LinkRate};
 use std::sync::Arc;
 use std::time::Duration;
@@ -134,6 +134,8 @@ pub(crate) struct SourceAttempt {
     failing: Option<ApiError>,
     failure: Option<ApiError>,
     summary: Option<Summary>,
+    /// What the move had cost at the destination when no block was missing any more.
+    used: Option<Used>,
     /// The rate of the link in this move, in bytes per second.
     gauge: LinkGauge,
     predicted: Option<Predicted>,
@@ -216,6 +218,7 @@ impl SourceAttempt {
             failing: None,
             failure: None,
             summary: None,
+            used: None,
             gauge: LinkGauge::default(),
             predicted: None,
             judged: false,
@@ -499,6 +502,8 @@ impl SourceAttempt {
                 }
             }
             ToSource::Clock(clock) => self.tell_clock(clock),
+            ToSource::Rate(rate) => self.tell_rate(rate),
+            ToSource::Used(used) => self.used = Some(used),
             ToSource::Faults(said) => {
                 let memory = self.task.outbound.regions();
                 let entry = self.entry();
@@ -705,6 +710,7 @@ impl SourceAttempt {
             match message {
                 Ok(Ok(ToSource::Summary(summary))) => self.summary = Some(summary),
                 Ok(Ok(ToSource::Clock(clock))) => self.tell_clock(clock),
+                Ok(Ok(ToSource::Rate(rate))) => self.tell_rate(rate),
                 Ok(Ok(message)) => {
                     if let Some(decided) = FromDestination::of(&message) {
                         self.tell(CoreEvent::Message(decided)).await;

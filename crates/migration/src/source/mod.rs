@@ -16,6 +16,7 @@ pub(crate) mod drain;
 pub(crate) mod exports;
 pub(crate) mod files;
 pub(crate) mod known_content;
+pub(crate) mod late_rate;
 pub(crate) mod left_memory;
 pub(crate) mod local_disks;
 pub(crate) mod losses;

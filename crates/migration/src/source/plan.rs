@@ -11,7 +11,7 @@ use crate::source::convergence;
 use crate::source::described;
 use crate::source::files::{self, AskError, Held, Question};
 use crate::source::known_content::{self, Sample};
-use crate::source::local_disks::{self, Known, LocalDisk};
+use crate::source::local_disks::{self, Known, LocalDisk, may_be_left};
 use crate::source::losses;
 use crate::source::memory_strategy::{check_keeping, follows_by, too_old_to_follow};
 use crate::source::prediction::{Asking, Holds, Look, predict};
@@ -19,9 +19,11 @@ use crate::source::qemu::{SourceQemu, SourceQemuError};
 use crate::source::sample;
 use crate::source::sender::Encoding;
 use crate::status::failure;
+use crate::status::guest_rate::{RateMeter, shown as shown_rate};
 use crate::status::registry::Taken;
 use longhaul_api::{
-    ApiError, Asked, Check, DiskChoice, ErrorCode, Plan, PlanRequest, ProbeResult, Strategy,
+    ApiError, Asked, Check, DiskChoice, ErrorCode, Follows, GuestRate, Plan, PlanRequest,
+    ProbeResult, Properties, Strategy,
 };
 use longhaul_hypervisor::dirty_rate;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
@@ -74,6 +76,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
         rate_bps: None,
         checks: Vec::new(),
         predictions: Vec::new(),
+        properties: Properties::default(),
     };
     if let Some(moving @ Taken::Moving(..)) = context.registry.taken(&request.guest) {
         let busy = context.registry.busy(&request.guest, moving);
@@ -89,6 +92,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
         look,
         mut known,
         sample,
+        rate: guest_rate,
     } = look_here(context, &candidate, &mut plan).await?;
     let about = About {
         context: source.context.clone(),
@@ -156,6 +160,8 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
     };
     plan.predictions
         .push(predict(&asking, &context.predictions).shown);
+    let left = local.iter().any(may_be_left);
+    plan.properties = properties(&plan, guest_rate, (request.strategy, may_follow, left));
     plan.possible = !plan.checks.iter().any(is_refusal);
     Ok(plan)
 }
@@ -218,6 +224,22 @@ fn look_at_disks(
         Check::ok("disks", text)
     }));
     disks
+}
+
+/// Returns what is known of the move, if memory may follow by this strategy, or blocks of disks are
+/// left.
+fn properties(
+    plan: &Plan,
+    guest_rate: Option<GuestRate>,
+    (strategy, may_follow, left): (Strategy, bool, bool),
+) -> Properties {
+    let follows = match strategy {
+        _ if left => Follows::Something,
+        Strategy::Hybrid | Strategy::Postcopy => Follows::Something,
+        Strategy::Auto if may_follow => Follows::Perhaps,
+        Strategy::Auto | Strategy::Precopy => Follows::Nothing,
+    };
+    Properties::planned(plan, guest_rate, follows, arbiter::is_agreed(plan))
 }
 
 /// Returns the check that explains what a guest needs whose memory follows.
@@ -310,6 +332,8 @@ struct Here {
     known: Known,
     /// A sample of the memory, if that can be read.
     sample: Option<Sample>,
+    /// The guest's rate while it was looked at.
+    rate: Option<GuestRate>,
 }
 
 async fn look_here(
@@ -321,6 +345,8 @@ async fn look_here(
     let lease = guests.lease(&candidate.guest, COMMAND_TIMEOUT).await;
     let lease = lease.map_err(|error| qemu(&error))?;
     let qmp = lease.qmp();
+    let vcpus = RateMeter::vcpus(qmp, candidate.guest.pid()).await;
+    let rate_meter = vcpus.and_then(RateMeter::begin);
     let examined = checks::examine(context, &candidate.guest, qmp, DiskChoice::Auto).await?;
     let Examined {
         machine,
@@ -355,6 +381,7 @@ async fn look_here(
         look: Look::default(),
         known,
         sample: None,
+        rate: None,
     };
     if !has_memory {
         return Ok(here);
@@ -366,6 +393,9 @@ async fn look_here(
     while looking.changed().await.is_ok() {}
     here.look = *looking.borrow();
     here.sample = Sample::take(&outbound);
+    here.rate = rate_meter
+        .and_then(|meter| meter.so_far())
+        .and_then(shown_rate);
     plan.memory_used_bytes = here.look.memory.map(|memory| memory.used_bytes);
     plan.dirty_rate_bytes_per_s = here.look.dirty_bytes_per_s;
     Ok(here)

@@ -27,6 +27,7 @@ use crate::source::sender::{Encoding, Sending};
 use crate::source::tracking::refuse_tracked;
 use crate::source::verified_ranges::Checked;
 use crate::status::failure;
+use crate::status::guest_rate::RateMeter;
 use crate::status::migration::{Entry, Facts};
 use crate::status::registry::{Reservation, Taken};
 use longhaul_api::{ApiError, Asked, BaseChoice, DiskChoice, ErrorCode, Side, StartMigration};
@@ -175,6 +176,8 @@ impl Preparing {
         let lease = guests.lease(guest, COMMAND_TIMEOUT).await;
         let lease = lease.map_err(|error| qemu(&error))?;
         let qmp = lease.qmp();
+        let vcpus = RateMeter::vcpus(qmp, guest.pid()).await;
+        let rate_meter = vcpus.and_then(RateMeter::begin);
         let mut companions = self.source.companions(&self.about());
         companions.check(guest, qmp).await?;
         let asked = self.request.disks;
@@ -217,11 +220,15 @@ impl Preparing {
             store: arbiter,
             note,
         } = agree(&self.source, of, version, required).await?;
-        self.entry.report_with(|report| report.arbiter = note);
+        self.entry.report_with(|report| {
+            report.arbiter = note;
+            report.arbitrated = arbiter.is_some();
+        });
         self.unless_cancelled(companions.prepare(guest)).await??;
         let mut outbound = SourceQemu::attach(guests.clone(), guest.clone(), lease)
             .await
             .map_err(crate::source::qemu::SourceQemuError::into_api)?;
+        outbound.measures_rate(rate_meter);
         let regions = (outbound.regions(), lacking.as_slice());
         let mut local =
             local_disks::local(&self.source, guest.description(), asked, &known, regions)?;
@@ -497,6 +504,9 @@ impl Preparing {
         }
         let sending = self.sending(offer, outbound, &keeps)?;
         let slow_at_most = convergence::slow_at_most(&self.request.convergence);
+        let before = outbound.next_rate();
+        self.entry
+            .report_with(|report| report.guest_rates.before = before);
         let watched = companions.started(outbound, &sending, offer.verify).await;
         let started = match watched {
             Ok(()) => outbound

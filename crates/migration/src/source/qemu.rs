@@ -9,8 +9,9 @@ use crate::source::local_disks::LocalDisk;
 use crate::source::memory_file::Kept;
 use crate::source::retained_qemu::RetainedQemu;
 use crate::source::sender::{Content, Sending};
+use crate::status::guest_rate::{RateMeter, shown};
 use crate::status::usage::{Meter, Usage};
-use longhaul_api::{ApiError, ErrorCode};
+use longhaul_api::{ApiError, ErrorCode, GuestRate};
 use longhaul_codec::BlockId;
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::source::{Source, SourceError, Unseen};
@@ -80,6 +81,8 @@ pub(crate) struct SourceQemu {
     prelude: Vec<u8>,
     gone: bool,
     meter: Meter,
+    /// The measurement of the guest's rate, if its vCPUs are known.
+    rate: Option<RateMeter>,
     disks: Vec<LocalDisk>,
     /// The strategy of its memory.
     strategy: Strategy,
@@ -160,12 +163,30 @@ impl SourceQemu {
             prelude: Vec::new(),
             gone: false,
             meter: Meter::start(),
+            rate: None,
             disks: Vec::new(),
             strategy: Strategy::PRECOPY,
             may_follow: false,
             layout: Arc::default(),
             kept: None,
         })
+    }
+
+    /// Goes on with a measurement of the guest's rate.
+    pub(crate) fn measures_rate(&mut self, meter: Option<RateMeter>) {
+        self.rate = meter;
+    }
+
+    /// Returns the guest's rate since the last call of [`Self::next_rate`], if it is known.
+    pub(crate) fn rate(&self) -> Option<GuestRate> {
+        self.rate.as_ref()?.so_far().and_then(shown)
+    }
+
+    /// Returns the same, and measures from now on again.
+    pub(crate) fn next_rate(&mut self) -> Option<GuestRate> {
+        let rate = self.rate();
+        self.rate = self.rate.take().and_then(RateMeter::again);
+        rate
     }
 
     /// Adds the disks that move with the guest.

@@ -1,5 +1,6 @@
 //! Reports of migrations that ended, in a folder with one file each. The oldest are removed.
 
+use crate::host::lock::lock;
 use crate::status::migration::Entry;
 use longhaul_api::{Migration, Report};
 use longhaul_protocol::MigrationId;
@@ -7,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::time::SystemTime;
 
 /// Limit on the number of reports.
@@ -18,6 +20,8 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct Archive {
     folder: PathBuf,
+    /// Held while a report is written: figures that are known late may be kept at once.
+    writing: Mutex<()>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -32,12 +36,14 @@ impl Archive {
         fs::create_dir_all(folder)?;
         Ok(Self {
             folder: folder.to_owned(),
+            writing: Mutex::new(()),
         })
     }
 
     /// Writes the report of a migration that has ended. Nothing depends on reports, so a failure is
     /// only logged.
     pub(crate) fn keep(&self, entry: &Entry) {
+        let _writing = lock(&self.writing);
         let mut migration = entry.migration();
         migration.progress = None;
         let document = Document {

@@ -4,8 +4,8 @@ use crate::status::changes::{Notable, NotableDoubt};
 use crate::status::in_doubt::Standing;
 use crate::status::time::unix_ms;
 use longhaul_api::{
-    ApiError, Asked, BytesByKind, Cost, DowntimeParts, HandoverRecord, LinkProgress, Migration,
-    Outcome, Phase, PhaseTime, Progress, Report, Resolve, Side, Strategy,
+    ApiError, Asked, BytesByKind, Cost, DowntimeParts, GuestRates, HandoverRecord, LinkProgress,
+    Migration, Outcome, Phase, PhaseTime, Progress, Properties, Report, Resolve, Side, Strategy,
 };
 use longhaul_protocol::{Generation, MigrationId};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -117,6 +117,7 @@ impl Entry {
             disk_bytes: None,
             repository_bytes: None,
             arbiter: None,
+            arbitrated: false,
             disks: Vec::new(),
             bytes: BytesByKind::default(),
             total_ms: None,
@@ -128,12 +129,14 @@ impl Entry {
             dirty_rate_bytes_per_s: None,
             interruptions: None,
             cost: Cost::default(),
+            guest_rates: GuestRates::default(),
             faults: None,
             verify: None,
             clock: None,
             hooks: Vec::new(),
             kept_memory: None,
             memory_file: None,
+            properties: Properties::default(),
         };
         Self {
             id: facts.id,
@@ -323,7 +326,9 @@ impl Entry {
 
     /// Returns the report so far.
     pub(crate) fn report(&self) -> Report {
-        self.lock().report.clone()
+        let mut report = self.lock().report.clone();
+        report.properties = Properties::of(&report);
+        report
     }
 
     /// Returns its progress as a stream of updates.

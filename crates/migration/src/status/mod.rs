@@ -6,6 +6,7 @@ pub(crate) mod events;
 pub(crate) mod failure;
 pub(crate) mod faults;
 pub(crate) mod guest_clock;
+pub(crate) mod guest_rate;
 pub(crate) mod held;
 pub(crate) mod hooks;
 pub(crate) mod in_doubt;

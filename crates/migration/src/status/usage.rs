@@ -2,6 +2,8 @@
 //! memory. The agent's figures cover its whole process while the migration is in progress. All of
 //! its memory is private: it maps no memory of guests.
 
+use longhaul_api::HostCost;
+use longhaul_protocol::message::Used;
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::unistd::{SysconfVar, sysconf};
 use std::fs;
@@ -90,6 +92,14 @@ pub(crate) fn process_cpu(pid: i32) -> Option<Duration> {
     let total = ticks()? + ticks()?;
     let per_second = sysconf(SysconfVar::CLK_TCK).ok()??.unsigned_abs().max(1);
     Some(Duration::from_micros(total * 1_000_000 / per_second))
+}
+
+/// Adds what a move has cost at the destination, when no block was missing any more, to a report.
+pub(crate) fn used_there(used: &Used, cost: &mut HostCost) {
+    let seconds = |us: u64| us as f64 / 1e6;
+    cost.agent_cpu_s = Some(seconds(used.agent_cpu_us));
+    cost.agent_peak_bytes = Some(used.agent_peak_bytes);
+    cost.page_server_cpu_s = used.page_server_cpu_us.map(seconds);
 }
 
 fn peak_bytes() -> Option<u64> {

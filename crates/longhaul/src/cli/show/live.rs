@@ -2,6 +2,7 @@
 
 use super::fetching;
 use super::figure::{self, byte_rate, part_of, percent};
+use super::properties;
 use crate::cli::paint::{Line, Tone, wrap};
 use longhaul_api::{Migration, Outcome, Outpaced, Phase, Progress, RegionProgress, Report};
 use longhaul_protocol::BLOCK_SIZE;
@@ -326,12 +327,11 @@ pub(crate) fn completed(
     {
         parts.push("both sides compared equal".to_owned());
     }
-    vec![
-        Line::default()
-            .tone(Tone::Good, "✓ ")
-            .plain(parts.join(" · ")),
-        report_line(short_id),
-    ]
+    let line = Line::default().tone(Tone::Good, "✓ ");
+    let mut lines = vec![line.plain(parts.join(" · "))];
+    lines.extend(properties::end(report));
+    lines.push(report_line(short_id));
+    lines
 }
 
 /// Formats the end of a migration that was stopped on request.

@@ -11,6 +11,7 @@ pub(crate) mod journal;
 pub(crate) mod list;
 pub(crate) mod live;
 pub(crate) mod plan;
+pub(crate) mod properties;
 pub(crate) mod realm;
 pub(crate) mod report;
 #[cfg(test)]

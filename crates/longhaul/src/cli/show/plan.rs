@@ -1,6 +1,7 @@
 //! Formats a plan.
 
 use super::figure::{self, byte_rate};
+use super::properties;
 use crate::cli::paint::{Line, Tone, columns, head, table, wrap};
 use longhaul_api::{Check, Plan, Prediction, Verdict};
 use longhaul_protocol::units::show_bytes;
@@ -18,6 +19,9 @@ pub(crate) fn plan(plan: &Plan, width: usize) -> Vec<Line> {
     if !plan.predictions.is_empty() {
         lines.push(Line::default());
         lines.extend(predictions(plan, width));
+        lines.push(Line::default());
+        let likelihood = plan.predictions.first().and_then(likelihood);
+        lines.extend(properties::of_plan(plan, likelihood, width));
     }
     lines.push(Line::default());
     let Plan {
@@ -216,10 +220,6 @@ fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
                         .map(|text| Line::text(format!("  {text}"))),
                 );
             }
-        }
-        if let Some(text) = likelihood(prediction) {
-            let pieces = wrap(&text, width.saturating_sub(4).max(20)).into_iter();
-            below.extend(pieces.map(|text| Line::text(format!("  {text}"))));
         }
         for warning in prediction.stalls.iter().chain(&prediction.note) {
             let pieces = wrap(warning, width.saturating_sub(4).max(20));

@@ -2,18 +2,19 @@
 
 use super::figure::{self, bare_ms, byte_rate};
 use super::image;
+use super::properties;
 use crate::cli::paint::{Line, Tone, columns, wrap};
 use longhaul_api::{
     BaseChoice, BytesByKind, ClockTeller, DiskChoice, DiskReport, DowntimeParts, FaultReport,
-    GuestClock, HookRun, HostCost, Judgement, MemoryFileReport, Outcome, Phase, Report, StopChoice,
+    GuestClock, HookRun, Judgement, MemoryFileReport, Outcome, Phase, Report, StopChoice,
     StopReason, StopRule,
 };
 use longhaul_protocol::units::show_bytes;
 
 /// The column of figures.
-const FIGURE: usize = 14;
+const FIGURE: usize = properties::COLUMN;
 /// The column of predictions.
-const PREDICTED: usize = 26;
+const PREDICTED: usize = 28;
 
 /// Formats the whole report.
 pub(crate) fn report(report: &Report, width: usize) -> Vec<Line> {
@@ -77,6 +78,7 @@ pub(crate) fn report(report: &Report, width: usize) -> Vec<Line> {
         lines.extend(pieces.map(|text| Line::default().column(FIGURE).plain(text)));
     }
     lines.extend(below(report, width));
+    lines.extend(properties::of_report(report, width));
     lines
 }
 
@@ -256,11 +258,6 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
     if let Some(stop) = &report.stop {
         line("stop", self::stop(stop, report.asked.downtime_ms));
     }
-    match report.interruptions {
-        None | Some(0) => {}
-        Some(1) => line("link", "interrupted once, and ridden out".to_owned()),
-        Some(times) => line("link", format!("interrupted {times} times, and ridden out")),
-    }
     if let Some(verify) = &report.verify {
         let mut what = match verify.regions {
             // The agent was restarted since.
@@ -316,14 +313,6 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
             format!("{bytes} of its memory{part} at {host}, for when it comes back"),
         );
     }
-    let costs = [
-        cost(&report.cost.source, &report.source),
-        cost(&report.cost.destination, &report.destination),
-    ];
-    let costs: Vec<String> = costs.into_iter().flatten().collect();
-    if !costs.is_empty() {
-        line("agent", costs.join("; "));
-    }
     lines
 }
 
@@ -345,6 +334,7 @@ fn faults(faults: &FaultReport) -> String {
         median_ms,
         p99_ms,
         longest_ms,
+        ..
     } = *faults;
     if pages == 0 {
         return "for no page of its memory".to_owned();
@@ -446,21 +436,12 @@ fn hooks(hooks: &[HookRun]) -> String {
     shown.collect::<Vec<_>>().join(" · ")
 }
 
-fn cost(cost: &HostCost, host: &str) -> Option<String> {
-    let memory = cost
-        .agent_peak_bytes
-        .map(|bytes| format!("{} memory", show_bytes(bytes)));
-    let cpu = cost.agent_cpu_s.map(|cpu| format!("{cpu:.1} CPU s"));
-    let figures: Vec<String> = [memory, cpu].into_iter().flatten().collect();
-    (!figures.is_empty()).then(|| format!("{} at {host}", figures.join(", ")))
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::sample;
     use super::*;
     use crate::cli::paint::golden;
-    use longhaul_api::{ApiError, ErrorCode, VerifyResult};
+    use longhaul_api::{ApiError, ErrorCode, HostCost, Properties, VerifyResult};
 
     #[test]
     fn a_report_of_a_completed_migration() {
@@ -492,6 +473,9 @@ mod tests {
             median_ms: 21.4,
             p99_ms: 44.0,
             longest_ms: 95.2,
+            above_10_ms: Some(290),
+            above_100_ms: Some(0),
+            above_1000_ms: Some(0),
         };
         let said =
             "for 312 pages (2496 per GiB) · half within 21 ms, 99 % within 44 ms, longest 95 ms";
@@ -532,6 +516,7 @@ mod tests {
             different_blocks: 3,
             first_difference: Some("pc.ram, offset 0x1f3000".to_owned()),
         });
+        failed.properties = Properties::of(&failed);
         golden::check_lines("report_failed", &report(&failed, 120), 120);
     }
 }

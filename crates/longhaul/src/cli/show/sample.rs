@@ -22,7 +22,7 @@ fn asked() -> Asked {
 }
 
 pub(crate) fn plan() -> Plan {
-    Plan {
+    let mut plan = Plan {
         guest: "web-7".into(),
         source: "lyon-1".into(),
         destination: "paris-2".into(),
@@ -53,7 +53,18 @@ pub(crate) fn plan() -> Plan {
             ),
         ],
         predictions: vec![prediction()],
-    }
+        properties: Properties::default(),
+    };
+    plan.properties = Properties::planned(&plan, rate(1.42, 1100.0), Follows::Nothing, false);
+    plan
+}
+
+fn rate(vcpu_s_per_s: f64, measured_ms: f64) -> Option<GuestRate> {
+    Some(GuestRate {
+        vcpu_s_per_s,
+        measured_ms,
+        whole_process: false,
+    })
 }
 
 fn range(low: u64, likely: u64, high: u64) -> Option<PredictedRange> {
@@ -283,7 +294,7 @@ pub(crate) fn progress() -> Progress {
 
 pub(crate) fn report() -> Report {
     let time = |phase, time_ms| PhaseTime { phase, time_ms };
-    Report {
+    let mut report = Report {
         id: "7f3a0c11d2e3f405".into(),
         guest: "web-7".into(),
         side: Side::Source,
@@ -308,6 +319,7 @@ pub(crate) fn report() -> Report {
         disk_bytes: Some(212 * MIB),
         repository_bytes: Some(412 * MIB),
         arbiter: None,
+        arbitrated: false,
         disks: vec![DiskReport {
             name: "vda".into(),
             strategy: DiskChoice::Precopy,
@@ -364,11 +376,13 @@ pub(crate) fn report() -> Report {
                 agent_cpu_s: Some(6.21),
                 agent_peak_bytes: Some(41 * MIB),
                 qemu_cpu_s: None,
+                page_server_cpu_s: None,
             },
             destination: HostCost {
                 agent_cpu_s: Some(3.9),
                 agent_peak_bytes: Some(38 * MIB),
                 qemu_cpu_s: Some(1.0),
+                page_server_cpu_s: None,
             },
         },
         verify: Some(VerifyResult {
@@ -382,6 +396,11 @@ pub(crate) fn report() -> Report {
             first_difference: None,
         }),
         faults: None,
+        guest_rates: GuestRates {
+            before: rate(1.42, 1180.0),
+            during: rate(1.36, 39_870.0),
+            after: rate(1.44, 2000.0),
+        },
         clock: Some(GuestClock {
             told_by: ClockTeller::GuestAgent,
             before_ms: -2140,
@@ -399,7 +418,10 @@ pub(crate) fn report() -> Report {
             bytes: 3174 * MIB,
             whole: true,
         }),
-    }
+        properties: Properties::default(),
+    };
+    report.properties = Properties::of(&report);
+    report
 }
 
 pub(crate) fn host() -> Host {

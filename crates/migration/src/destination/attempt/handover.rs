@@ -88,6 +88,7 @@ impl DestinationAttempt {
             present,
             reservation,
             clock,
+            rate,
             running,
             inbound,
             companions,
@@ -98,7 +99,8 @@ impl DestinationAttempt {
         } = self;
         // The guest's memory has arrived, or what serves QEMU holds its monitor until it has. It
         // must be free for the removal of the disk exports.
-        drop((inbound, admission));
+        drop(admission);
+        let meter = Some(inbound.into_meter());
         let begun = Begun {
             entry: Some(entry),
             handover,
@@ -110,6 +112,8 @@ impl DestinationAttempt {
             bulk,
             memory,
             clock,
+            rate,
+            meter,
             running,
             companions,
         };
@@ -135,6 +139,7 @@ impl DestinationAttempt {
         }
         self.running().await;
         self.tell_clock().await;
+        self.rate.report_at_end(&self.entry, &mut self.call);
         let reason = self.abort_reason();
         let Self {
             context,
@@ -146,9 +151,14 @@ impl DestinationAttempt {
             present,
             reservation,
             mut companions,
+            inbound,
+            admission,
+            rate,
             finished: closed,
             ..
         } = self;
+        // The guest's monitor is free from here on.
+        drop((inbound, admission));
         if handover.state().owns_guest() {
             entry.end(Outcome::Completed, None);
         } else {
@@ -166,10 +176,14 @@ impl DestinationAttempt {
         // From here on the guest's name is free for the next request.
         drop(present);
         drop(reservation);
+        if let Some(call) = &mut call
+            && closed
+            && let Err(error) = call.sender.send(&ToSource::Closed)
+        {
+            tracing::debug!(%error, "the source did not wait");
+        }
+        rate.report_late(&context.archive, &entry, &mut call).await;
         if let Some(call) = &mut call {
-            if closed && let Err(error) = call.sender.send(&ToSource::Closed) {
-                tracing::debug!(%error, "the source did not wait");
-            }
             // The source must read the last message before the channel closes.
             let last = tokio::time::timeout(Duration::from_secs(2), call.receiver.recv()).await;
             tracing::debug!(?last, "the source's last word");
@@ -220,6 +234,7 @@ impl DestinationAttempt {
             Ok(()) => {
                 if !self.offer.paused {
                     self.clock = Some(self.inbound.set_clock());
+                    self.rate = self.inbound.measure_rate();
                 }
                 self.commit_time = self.commit_at.map_or(Duration::ZERO, |at| at.elapsed());
                 self.running = Some(self.companions.running());

@@ -7,6 +7,7 @@ use crate::destination::attempt::{DestinationAttempt, FIRST_EPOCH};
 use crate::destination::call::{Call, may_send};
 use crate::destination::companion::{About, Companions, Offered};
 use crate::destination::disks::Disks;
+use crate::destination::guest_rate::RateAfter;
 use crate::destination::handle::{AttemptHandle, Present};
 use crate::destination::local_content::Kept;
 use crate::destination::qemu::{DestinationQemu, DestinationQemuError};
@@ -159,6 +160,7 @@ pub(crate) async fn prepare(
         commit_time: Duration::ZERO,
         running: None,
         clock: None,
+        rate: RateAfter::default(),
         admission,
         reservation,
     };

@@ -7,11 +7,14 @@ use crate::destination::fetch::{Fetch, send};
 use crate::destination::page_server;
 use crate::host::memory_notes::{ArrivingNote, ArrivingRegion, MemoryNote};
 use crate::status::faults;
+use crate::status::usage::used_there;
 use longhaul_api::RegionProgress;
 use longhaul_hypervisor::Guest;
-use longhaul_protocol::message::{Faults, ToSource};
+use longhaul_protocol::message::{Faults, ToSource, Used};
+use longhaul_protocol::wire::VERSION_OF_RATES;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::task::block_in_place;
 
@@ -27,6 +30,8 @@ pub(crate) struct FetchedMemory {
     unreadable_blocks: u64,
     /// What the guest has waited for, if this agent knows it from the beginning.
     faults: Option<Faults>,
+    /// The processor time of the page server, once all memory is here.
+    server_cpu: Option<Duration>,
     /// Whether this agent has served QEMU from the beginning.
     from_the_start: bool,
 }
@@ -61,6 +66,7 @@ impl FetchedMemory {
             trouble: None,
             unreadable_blocks: 0,
             faults: None,
+            server_cpu: None,
             from_the_start,
         };
         if memory.note.whole {
@@ -72,7 +78,9 @@ impl FetchedMemory {
     /// Records that QEMU has all memory, and what the guest has waited for.
     fn is_here(&mut self) {
         self.note.whole = true;
-        let served = self.served.take().filter(|_| self.from_the_start);
+        let served = self.served.take();
+        self.server_cpu = served.as_ref().and_then(|served| served.server_cpu());
+        let served = served.filter(|_| self.from_the_start);
         self.faults = served.and_then(|served| served.faults());
     }
 
@@ -197,6 +205,27 @@ impl Fetch {
             entry.report_with(|report| faults::report(&faults, &memory.specs(), report));
         }
         self.tell(&ToSource::Faults(faults)).await;
+    }
+
+    /// Reports what the move has cost here, also to the source.
+    pub(super) async fn tell_used(&mut self) {
+        let Some(meter) = &self.begun.meter else {
+            return;
+        };
+        let usage = meter.usage(None);
+        let server_cpu = self.memory.as_ref().and_then(|memory| memory.server_cpu);
+        let used = Used {
+            agent_cpu_us: usage.agent_cpu.as_micros() as u64,
+            agent_peak_bytes: usage.agent_peak_bytes,
+            page_server_cpu_us: server_cpu.map(|cpu| cpu.as_micros() as u64),
+        };
+        if let Some(entry) = &self.begun.entry {
+            entry.report_with(|report| used_there(&used, &mut report.cost.destination));
+        }
+        let call = self.begun.call.as_ref();
+        if call.is_some_and(|call| call.control.peer().version >= VERSION_OF_RATES) {
+            self.tell(&ToSource::Used(used)).await;
+        }
     }
 
     /// Ends a guest whose missing memory is given up: it cannot go on without. Returns what is

@@ -93,6 +93,9 @@ impl Fetch {
         } else {
             self.lost_at.get_or_insert_with(Instant::now);
         }
+        if let Some(entry) = &self.begun.entry {
+            self.begun.rate.report_if_due(entry, &mut self.begun.call);
+        }
         self.show_lost();
         self.show();
     }

@@ -206,14 +206,18 @@ impl SourceAttempt {
 
     /// Reports whether the guest is released to the arbiter.
     fn note_arbiter(&self, message: &ToDestination) {
-        let released = match message {
-            ToDestination::Commit { .. } => "not used: not reached when the guest was stopped",
-            ToDestination::CommitWithLease { .. } => "the destination needed its lease",
+        let (arbitrated, released) = match message {
+            ToDestination::Commit { .. } => {
+                (false, "not used: not reached when the guest was stopped")
+            }
+            ToDestination::CommitWithLease { .. } => (true, "the destination needed its lease"),
             _ => return,
         };
         if self.task.handover.core.arbiter().is_some() {
-            self.entry()
-                .report_with(|report| report.arbiter = Some(released.to_owned()));
+            self.entry().report_with(|report| {
+                report.arbiter = Some(released.to_owned());
+                report.arbitrated = arbitrated;
+            });
         }
     }
 

@@ -4,15 +4,18 @@ use crate::source::attempt::{SourceAttempt, StoppedAt, Task};
 use crate::source::connect::Session;
 use crate::source::convergence;
 use crate::source::drain::Drain;
+use crate::source::late_rate;
 use crate::source::local_disks::LocalDisk;
 use crate::source::recovered::RecoveredSource;
 use crate::status::failure;
+use crate::status::guest_rate::shown;
+use crate::status::usage::used_there;
 use longhaul_api::ApiError;
 use longhaul_api::{Outcome, RegionProgress};
 use longhaul_engine::handover::SourceState;
 use longhaul_engine::source::Downtime;
 use longhaul_engine::stop::StopReason;
-use longhaul_protocol::message::{GuestClock, Summary};
+use longhaul_protocol::message::{GuestClock, Rate, Summary};
 use longhaul_protocol::{BLOCK_SIZE, RegionKind};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -118,6 +121,19 @@ impl SourceAttempt {
             .report_with(|report| report.stop = Some(choice));
     }
 
+    /// Reports the guest's rate since QEMU's migration began.
+    pub(super) fn note_rate(&self) {
+        let during = self.task.outbound.rate();
+        self.entry()
+            .report_with(|report| report.guest_rates.during = during);
+    }
+
+    /// Reports the guest's rate as the destination measured it.
+    pub(super) fn tell_rate(&self, rate: Rate) {
+        self.entry()
+            .report_with(|report| report.guest_rates.after = shown(rate));
+    }
+
     /// Reports the guest's clock as the destination measured it.
     pub(crate) fn tell_clock(&self, clock: GuestClock) {
         self.entry()
@@ -128,6 +144,9 @@ impl SourceAttempt {
     /// [`RecoveredSource`] continues.
     pub(crate) async fn close(mut self) {
         self.show();
+        if self.stopped.is_none() {
+            self.note_rate();
+        }
         let (sent_bytes, received_bytes) = self.wire_bytes_now();
         self.hear_last_messages().await;
         let usage = self.task.outbound.usage();
@@ -178,6 +197,9 @@ impl SourceAttempt {
                 report.cost.destination.qemu_cpu_s = seconds(summary.qemu_cpu_us);
                 report.repository_bytes = on_bases.then_some(summary.repository_bytes);
             }
+            if let Some(used) = &self.used {
+                used_there(used, &mut report.cost.destination);
+            }
             if let Some(draining) = &self.draining {
                 draining.report(report);
             }
@@ -187,6 +209,7 @@ impl SourceAttempt {
                 tracing::info!(%migration, ?downtime_ms, ?parts, "the guest stood still");
             }
         });
+        let moved = *self.state() == SourceState::Closed { here: false };
         match self.state() {
             SourceState::Closed { here: false } => {
                 self.entry().end(Outcome::Completed, None);
@@ -212,6 +235,7 @@ impl SourceAttempt {
             offer,
             ..
         } = self.task;
+        let late_entry = (moved && !offer.paused).then(|| entry.clone());
         // QEMU has one control connection, and this holds it.
         drop((outbound, companions));
         let reservation = match self.departed {
@@ -223,6 +247,9 @@ impl SourceAttempt {
         };
         if self.closed {
             handover.ledger.remove_journal();
+            if let Some((session, entry)) = self.session.zip(late_entry) {
+                late_rate::hear(source.context.clone(), entry, session);
+            }
         } else {
             let reservation = reservation.filter(|_| handover.core.is_unresumed());
             RecoveredSource::hand_on(&source, handover, (offer.paused, reservation), self.session)

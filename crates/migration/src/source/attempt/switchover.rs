@@ -126,6 +126,7 @@ impl SourceAttempt {
         }
         let migration = self.task.offer.migration;
         tracing::info!(%migration, ?reason, ?predicted, ?left, ?progress, "stopping");
+        self.note_rate();
         let stopped = self.task.outbound.freeze(&self.task.sending, now).await;
         let what = match stopped {
             Ok(Some(what)) => what,

@@ -168,6 +168,9 @@ mod tests {
             median_ms: work / 2.0,
             p99_ms: 90.0,
             longest_ms: 95.0,
+            above_10_ms: Some(100),
+            above_100_ms: Some(0),
+            above_1000_ms: Some(0),
         });
         row
     }
