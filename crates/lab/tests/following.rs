@@ -10,7 +10,7 @@
 mod common;
 
 use common::{LIMIT, Running, Stage, tiny};
-use longhaul_api::{Outcome, Phase, Report};
+use longhaul_api::{Consequence, Outcome, Phase, Report};
 use longhaul_lab::guest::Chipset;
 use longhaul_lab::process::{kill_all, wait_until};
 use std::fs;
@@ -46,6 +46,30 @@ fn moves(guest: &mut Running, stage: &Stage, from: usize, strategy: &str) {
         "{strategy}: {:?}, {:?}",
         report.downtime_ms, report.downtime
     );
+    has_properties(stage, from, report);
+}
+
+/// Checks that the report of a guest whose memory followed has its five properties in figures.
+fn has_properties(stage: &Stage, from: usize, report: &Report) {
+    let properties = &report.properties;
+    let stalls = properties.continuity.stalls;
+    assert!(
+        stalls.is_some_and(|stalls| stalls.above_10_ms > 0),
+        "{stalls:?}"
+    );
+    let cost = &properties.resources.cost.destination;
+    assert!(cost.page_server_cpu_s.is_some(), "{cost:?}");
+    let phases = &properties.robustness.phases;
+    let last = phases.last().map(|risks| risks.if_source_dies.consequence);
+    assert_eq!(last, Some(Consequence::Lost), "{phases:?}");
+    // The destination may measure on for a moment.
+    let mut seen = properties.transparency;
+    let known = wait_until(LIMIT, || {
+        let latest: Report = stage.product.ask(from, &["report", &report.id]).unwrap();
+        seen = latest.properties.transparency;
+        seen.before.is_some() && seen.during.is_some() && seen.after.is_some()
+    });
+    assert!(known, "{seen:?}");
 }
 
 fn moves_there_and_back(version: &str, chipset: Chipset, vcpus: u32) {
