@@ -300,12 +300,13 @@ impl Source {
         self.memory_may_follow = true;
     }
 
-    /// Lets memory follow from now on, if it may: the guest writes it too fast for the requested
-    /// downtime, so nothing more of it has to be sent before the stop.
+    /// Lets memory follow, if it may: the guest writes it too fast for the requested downtime, so
+    /// it is sent only once before the stop. Without that the guest would wait for far more pages,
+    /// and the move would take as long.
     pub fn let_memory_follow(&mut self) {
         if std::mem::take(&mut self.memory_may_follow) {
             let memory = self.regions.iter_mut().filter(|it| !it.is_written_late());
-            memory.for_each(|region| region.strategy = Strategy::POSTCOPY);
+            memory.for_each(|region| region.strategy = Strategy::HYBRID);
         }
     }
 

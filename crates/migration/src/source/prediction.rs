@@ -127,12 +127,8 @@ pub(crate) fn predict(asking: &Asking, past: &Predictions) -> Predicted {
     let written = inputs.written.likely * share;
     let misses = made.misses > 0.5;
     if asking.strategy == Strategy::Auto && asking.may_follow && misses {
-        let strategy = match written > inputs.rate.likely {
-            true => Strategy::Postcopy,
-            false => Strategy::Hybrid,
-        };
         let asking = Asking {
-            strategy,
+            strategy: Strategy::Hybrid,
             ..asking.clone()
         };
         return predict(&asking, past);
@@ -493,7 +489,7 @@ mod tests {
         let calm = auto(true, MIB);
         assert_eq!(calm.strategy, Strategy::Precopy);
         assert!(calm.stalls.unwrap().starts_with("if its memory follows"));
-        assert_eq!(auto(true, 400 * MIB).strategy, Strategy::Postcopy);
+        assert_eq!(auto(true, 400 * MIB).strategy, Strategy::Hybrid);
         let cannot = auto(false, 400 * MIB);
         assert_eq!((cannot.strategy, cannot.stalls), (Strategy::Precopy, None));
         assert!(cannot.note.is_some());

@@ -248,25 +248,20 @@ impl SourceAttempt {
         }
         let engine = self.task.sending.engine();
         let follows = engine.memory_follows();
-        let all = engine.sent().blocks() >= engine.all_blocks();
         let written = engine
             .written_bytes_per_s()
             .max(self.task.look.borrow().written_bytes_per_s().unwrap_or(0.0));
         let link = engine.link_now().map_or(0.0, |link| link.rate_bytes_per_s);
         drop(engine);
-        let (strategy, why) = match (follows, all) {
-            (false, _) => (Strategy::Precopy, "the downtime is met".to_owned()),
-            (true, all) => {
-                let strategy = match all {
-                    true => Strategy::Hybrid,
-                    false => Strategy::Postcopy,
-                };
+        let (strategy, why) = match follows {
+            false => (Strategy::Precopy, "the downtime is met".to_owned()),
+            true => {
                 let why = format!(
                     "the guest writes {}/s, too fast for the downtime at {}/s",
                     show_bytes(written as u64),
                     show_bytes(link as u64)
                 );
-                (strategy, why)
+                (Strategy::Hybrid, why)
             }
         };
         self.entry().report_with(|report| {
