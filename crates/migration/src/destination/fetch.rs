@@ -50,7 +50,7 @@ use longhaul_protocol::{BLOCK_SIZE, Epoch, RegionId, RegionSpec};
 use longhaul_storage::disk::RawDisk;
 use longhaul_storage::front::arriving::line::ToPump;
 use longhaul_storage::front::arriving::unwritten::Unwritten;
-use longhaul_transport::BulkOffer;
+use longhaul_transport::{BulkOffer, BulkReceiver};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
@@ -61,8 +61,6 @@ use tokio::time::Instant;
 
 /// Interval between attempts to find the disks, connect to their exports, and remove the exports.
 const RETRY_EVERY: Duration = Duration::from_secs(1);
-/// Time limit for the source to read the last message.
-const PAUSE: Duration = Duration::from_secs(2);
 /// Time limit for a connected source to report that its journal is complete, once all blocks are
 /// here.
 const GOODBYE: Duration = Duration::from_secs(60);
@@ -101,6 +99,9 @@ pub(crate) struct Fetch {
     /// How often the exports were connected to. News of earlier connections are ignored.
     connections: u64,
     bulk: Option<JoinHandle<BulkEnd>>,
+    /// A bulk connection that brought blocks when none was missing any more. It stays open until
+    /// the source has heard that.
+    last_bulk: Option<Box<BulkReceiver>>,
     /// The source's new connection, until the core decides about it.
     caller: Option<Call>,
     /// The bulk connection of an accepted source, used once the missing blocks have been sent to
@@ -164,6 +165,7 @@ impl Fetch {
             news: mpsc::channel(NEWS_MAX),
             connections: 0,
             bulk,
+            last_bulk: None,
             caller: None,
             offered: None,
             troubled: false,
@@ -208,7 +210,11 @@ impl Fetch {
                     tracing::info!(guest = self.guest(), %error, "bulk is gone");
                     self.lose().await;
                 }
-                Happened::Bulk(BulkEnd::Broken(why, _)) => self.pause(&why),
+                Happened::Bulk(BulkEnd::Broken(why, bulk)) => match self.state() {
+                    // What still comes changes nothing.
+                    DestinationState::Running { all_present: true } => self.last_bulk = bulk,
+                    _ => self.pause(&why),
+                },
                 Happened::News(Some(news)) => self.told(news).await,
                 Happened::News(None) => {}
                 Happened::Memory(news) => self.of_memory(news).await,
@@ -627,14 +633,7 @@ impl Fetch {
         if closed {
             send(&mut call, &ToSource::Closed);
         }
-        if let Some(entry) = &entry {
-            rate.report_late(&context.archive, entry, &mut call).await;
-        }
-        if let Some(call) = call.as_mut().filter(|_| closed) {
-            // The source must read the last message before the channel closes.
-            let last = tokio::time::timeout(PAUSE, call.receiver.recv()).await;
-            tracing::debug!(?last, "the source's last word");
-        }
+        rate.part(context, entry, call.filter(|_| closed));
     }
 }
 

@@ -1,20 +1,23 @@
 //! The rate of a guest since it runs here: measured beside the end of its move, and reported here
 //! and to the source. Nothing waits for it.
 
+use crate::destination::Destination;
 use crate::destination::call::Call;
 use crate::destination::qemu::DestinationQemu;
-use crate::status::archive::Archive;
 use crate::status::guest_rate::{RateMeter, shown};
 use crate::status::migration::Entry;
 use longhaul_protocol::message::{Rate, ToSource};
 use longhaul_protocol::wire::VERSION_OF_RATES;
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 /// The rate of a guest whose move ends earlier is measured for this time nevertheless.
 const MEASURED_MIN: Duration = Duration::from_secs(2);
 /// Time for which a rate is measured while something follows the guest.
 const MEASURED_MAX: Duration = Duration::from_secs(10);
+/// Time limit for the source to read the last message.
+const LAST_WORD_WITHIN: Duration = Duration::from_secs(2);
 
 impl DestinationQemu {
     /// Begins to measure the rate of a resumed guest.
@@ -48,17 +51,27 @@ impl RateAfter {
         }
     }
 
-    /// Reports the rate after the end of the move, if it has not been reported.
-    pub(crate) async fn report_late(
+    /// Reports the rate after the end of the move, if it has not been reported, and closes the
+    /// channel when the source has read all. This is a task of its own, which holds nothing of the
+    /// guest.
+    pub(crate) fn part(
         mut self,
-        archive: &Archive,
-        entry: &Entry,
-        call: &mut Option<Call>,
+        context: Arc<Destination>,
+        entry: Option<Arc<Entry>>,
+        mut call: Option<Call>,
     ) {
-        let Some(meter) = &self.0 else { return };
-        sleep(MEASURED_MIN.saturating_sub(meter.elapsed())).await;
-        self.report(entry, call);
-        archive.keep(entry);
+        tokio::spawn(async move {
+            if let (Some(meter), Some(entry)) = (&self.0, entry) {
+                sleep(MEASURED_MIN.saturating_sub(meter.elapsed())).await;
+                self.report(&entry, &mut call);
+                context.archive.keep(&entry);
+            }
+            if let Some(call) = &mut call {
+                // The source must read the last message before the channel closes.
+                let last = timeout(LAST_WORD_WITHIN, call.receiver.recv()).await;
+                tracing::debug!(?last, "the source's last word");
+            }
+        });
     }
 
     fn report(&mut self, entry: &Entry, call: &mut Option<Call>) {

@@ -154,6 +154,8 @@ pub(crate) struct SourceAttempt {
     unresumed: bool,
     /// Whether both journals are complete.
     closed: bool,
+    /// The session over which that was heard. The guest's rate may come over it later.
+    parting: Option<Session>,
 }
 
 struct StoppedAt {
@@ -229,6 +231,7 @@ impl SourceAttempt {
             departed: None,
             unresumed: false,
             closed: false,
+            parting: None,
             task,
         }
     }
@@ -607,6 +610,8 @@ impl SourceAttempt {
     fn hang_up(&mut self) {
         if let Some(session) = self.session.take() {
             self.keep_wire_bytes(&session);
+            let moved = *self.state() == SourceState::Closed { here: false };
+            self.parting = Some(session).filter(|_| moved);
         }
         self.acknowledging = None;
         self.dial = None;

@@ -182,12 +182,7 @@ impl DestinationAttempt {
         {
             tracing::debug!(%error, "the source did not wait");
         }
-        rate.report_late(&context.archive, &entry, &mut call).await;
-        if let Some(call) = &mut call {
-            // The source must read the last message before the channel closes.
-            let last = tokio::time::timeout(Duration::from_secs(2), call.receiver.recv()).await;
-            tracing::debug!(?last, "the source's last word");
-        }
+        rate.part(context, Some(entry), call);
     }
 
     /// Carries out an operator's decision.

@@ -247,7 +247,7 @@ impl SourceAttempt {
         };
         if self.closed {
             handover.ledger.remove_journal();
-            if let Some((session, entry)) = self.session.zip(late_entry) {
+            if let Some((session, entry)) = self.parting.zip(late_entry) {
                 late_rate::hear(source.context.clone(), entry, session);
             }
         } else {
