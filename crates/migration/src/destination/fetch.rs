@@ -325,6 +325,8 @@ impl Fetch {
         self.disks
             .values_mut()
             .for_each(|fetched| fetched.puller = None);
+        // That these connections end is no news: what has ended them counts.
+        self.connections += 1;
         self.troubled = true;
         self.trouble = Some(format!(
             "what comes cannot be taken, and is tried again every 2 s: {why}"
