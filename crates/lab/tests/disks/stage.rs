@@ -278,11 +278,11 @@ impl Stage {
     }
 
     /// Moves its memory and its disks by one strategy.
-    pub(crate) fn moves_all(&self, from: usize, how: &str) -> Report {
-        self.moves_with(from, how, &["--strategy", how])
+    pub(crate) fn moves_all(&self, from: usize, how: &str, more: &[&str]) -> Report {
+        self.moves_with(from, how, &[&["--strategy", how], more].concat())
     }
 
-    fn moves_with(&self, from: usize, how: &str, more: &[&str]) -> Report {
+    pub(crate) fn moves_with(&self, from: usize, how: &str, more: &[&str]) -> Report {
         let to = self.lab.host(1 - from).unwrap();
         let words = [&["--disks", how, "--verify"], more].concat();
         let moving = self.product.migrate(from, GUEST, to, &words).unwrap();
