@@ -107,8 +107,8 @@ pub enum Strategy {
     /// as fast as the link carries. The rest follows while it runs at the destination: pages that
     /// it waits for first.
     Postcopy,
-    /// As `precopy`. If the guest writes too fast for the downtime, the rest of its memory follows,
-    /// where that is possible.
+    /// As `hybrid` if the guest writes too fast for the downtime and its memory can follow;
+    /// otherwise as `precopy`.
     Auto,
 }
 

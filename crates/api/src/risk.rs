@@ -17,10 +17,10 @@ pub enum Consequence {
     Retry,
     /// It is stopped already, and continues at the source by itself. The move fails.
     Returns,
-    /// It stands still, or waits for what is missing, until the hosts are connected again. It then
-    /// goes on by itself.
+    /// It is stopped, or waits for missing blocks, until the hosts are connected again. Then it
+    /// continues by itself.
     Pause,
-    /// It stands still until an operator decides where it runs. Nothing of it is lost.
+    /// It is stopped until an operator decides where it runs. Nothing is lost.
     Decision,
     /// It ends with the host that runs it, as without a move, and can be started again.
     AsWithoutMove,

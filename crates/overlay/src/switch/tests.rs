@@ -411,7 +411,7 @@ fn a_guest_s_last_frames_do_not_bring_it_back_to_the_old_place() {
     assert_eq!(net.send(T, x, &frame(B, A, 0, b"")).len(), 3, "forwarded");
     assert_eq!(net.switch.place(T, 0, A), Some(two), "and not learned");
     assert_eq!(net.send(T, one, &frame(A, B, 0, b"")), []);
-    assert_eq!(net.outputs().len(), 1, "whoever sends here is told");
+    assert_eq!(net.outputs().len(), 1, "the sender gets a redirect");
     // Nor do they once it was heard at its new place.
     net.send(T, two, &frame(C, A, 0, b""));
     net.send(T, x, &frame(B, A, 0, b""));
