@@ -223,8 +223,8 @@ impl SourceAttempt {
         }
     }
 
-    /// Lets memory follow at once if the guest writes it faster than the link carries it, where the
-    /// strategy is chosen here. Asked until both are known.
+    /// Lets memory follow, sent once before, if the guest writes it faster than the link carries it
+    /// and the strategy is chosen here. Asked until both are known.
     pub(crate) fn judge_strategy(&mut self) {
         let looking = self.task.look.has_changed().is_ok();
         if self.judged || looking {
