@@ -39,6 +39,7 @@ pub use crate::predict::{Downtime, Left, Link, Outpaced, Rhythm, Unseen};
 pub use mirror::{Answer, WriteId};
 pub use sending::{Batch, Sent};
 pub use stopping::Advice;
+use stopping::Waited;
 
 /// A guest that cannot be replicated, or an invalid statement of the peer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -147,8 +148,8 @@ pub struct Source {
     switch_overhead: Duration,
     /// How long the destination takes to make received disk content durable.
     sync: Duration,
-    /// Since when the stop waits only for that.
-    sync_waited_since: Option<Duration>,
+    /// For how long the stop waited only for that.
+    sync_waited: Waited,
     /// How the guest writes optional blocks, and overwrites missing ones.
     rhythm: Rhythm,
     overwriting: Overwriting,
@@ -229,7 +230,7 @@ impl Source {
             link: None,
             switch_overhead,
             sync: Duration::ZERO,
-            sync_waited_since: None,
+            sync_waited: Waited::default(),
             rhythm: Rhythm::default(),
             overwriting: Overwriting::default(),
             left_to_guest: false,

@@ -31,15 +31,39 @@ const PASS_WAITING: Duration = Duration::from_millis(100);
 const PASS_BEFORE_BURST: Duration = Duration::from_secs(1);
 
 /// Limit on the time that the stop waits for a destination whose disks are slow to make received
-/// data durable.
+/// data durable, over the whole migration.
 const SYNC_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Limit on the time for which optional blocks are held back meanwhile.
+/// Limit on the time for which optional blocks are held back meanwhile, and after which the likely
+/// downtime decides.
 const HELD_FOR_SYNC: Duration = Duration::from_secs(5);
 
 /// The stop waits for the link's queue while the guest writes at most this share of the link's
 /// rate.
 const WAIT_WRITE_SHARE: f64 = 0.8;
+
+/// The time for which something was waited for, with interruptions.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Waited {
+    before: Duration,
+    since: Option<Duration>,
+}
+
+impl Waited {
+    fn so_far(&self, now: Duration) -> Duration {
+        let lately = self.since.map(|since| now.saturating_sub(since));
+        self.before + lately.unwrap_or_default()
+    }
+
+    fn goes_on(&mut self, now: Duration) {
+        self.since.get_or_insert(now);
+    }
+
+    fn pauses(&mut self, now: Duration) {
+        self.before = self.so_far(now);
+        self.since = None;
+    }
+}
 
 /// Rate at which QEMU's stream is read through a local socket, and its content dropped, in bytes
 /// per second: what a stop costs of memory that follows.
@@ -97,14 +121,21 @@ impl Source {
         if self.memory_may_follow && self.outpaced().is_some() {
             self.let_memory_follow();
         }
-        let predicted = self.predicted_downtime(now).at_most;
+        let downtime = self.predicted_downtime(now);
+        let predicted = downtime.at_most;
         let Wish {
             rule,
             downtime: limit,
             ..
         } = self.stop.wish();
         let hot = self.promised(|region| region.map.pending(Class::Hot));
-        let fits = rule == Rule::Predicted && predicted <= limit;
+        // A guest for which waiting has not helped is not kept moving for the sake of the bound.
+        let synced_for = self.sync_waited.so_far(now);
+        let decides = match self.stop.too_fast_since().is_some() || synced_for >= HELD_FOR_SYNC {
+            true => downtime.likely,
+            false => predicted,
+        };
+        let fits = rule == Rule::Predicted && decides <= limit;
         let known = self.pass.unseen.is_some() || self.written.lately().is_some();
         let mut before_burst = false;
         if self.regions.iter().any(Region::is_listed) {
@@ -113,10 +144,7 @@ impl Source {
             let left = self.left_blocks(now);
             let alone = self.switchover_time(left, 0).at_most;
             let durable = alone.saturating_sub(self.sync_at_most());
-            let waited = self
-                .sync_waited_since
-                .map_or(Duration::ZERO, |since| now.saturating_sub(since));
-            let short = alone <= limit || (durable <= limit && waited < HELD_FOR_SYNC);
+            let short = alone <= limit || (durable <= limit && synced_for < HELD_FOR_SYNC);
             before_burst = rule == Rule::Predicted && short && known && self.waits_for_burst(now);
             // Blocks sent during the wait for a burst can be waited for when it begins.
             let pushes = before_burst && !self.leaves_disks;
@@ -231,11 +259,11 @@ impl Source {
         let by_rule = self.stop.wish().rule == Rule::Predicted;
         let without = predicted.saturating_sub(self.sync_at_most());
         if !by_rule || self.sync.is_zero() || without > limit {
-            self.sync_waited_since = None;
+            self.sync_waited.pauses(now);
             return false;
         }
-        let since = *self.sync_waited_since.get_or_insert(now);
-        now.saturating_sub(since) < SYNC_PATIENCE
+        self.sync_waited.goes_on(now);
+        self.sync_waited.so_far(now) < SYNC_PATIENCE
     }
 
     /// A sync may have just begun when the last one is requested.
@@ -368,5 +396,23 @@ impl Source {
     fn write_rate(&self) -> Blocks {
         let counted = self.unseen_now();
         predict::write_rate(self.written.lately(), counted, self.pass.started_at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_adds_up_over_its_interruptions() {
+        let mut waited = Waited::default();
+        let at = Duration::from_secs;
+        for second in (0..40).step_by(4) {
+            waited.goes_on(at(second));
+            assert_eq!(waited.so_far(at(second + 1)), at(second / 4 + 1));
+            waited.pauses(at(second + 1));
+            waited.pauses(at(second + 2));
+        }
+        assert_eq!(waited.so_far(at(100)), at(10));
     }
 }

@@ -451,6 +451,27 @@ fn the_stop_waits_for_the_destinations_disks_but_not_for_ever() {
 }
 
 #[test]
+fn a_bound_that_only_the_destinations_disks_exceed_does_not_keep_a_guest_for_long() {
+    let mut source = source(Strategy::PRECOPY, 16);
+    settle(&mut source);
+    sync_takes(&mut source, 180);
+    let limit = MS * 300;
+    let predicted = source.predicted_downtime(MS * 50);
+    assert!(
+        predicted.likely < limit && predicted.at_most > limit,
+        "{predicted:?}"
+    );
+    let stops_at = (1..20).find(|second| {
+        let now = Duration::from_secs(*second);
+        let advice = source.advise(now);
+        source.pass_started(now, false);
+        source.pass_read();
+        advice == Advice::Stop(StopReason::WithinLimit)
+    });
+    assert_eq!(stops_at, Some(6), "5 s after the first pass that waits");
+}
+
+#[test]
 fn what_need_not_be_there_waits_while_the_destination_makes_durable_what_it_has() {
     for recovers in [true, false] {
         let mut source = source(Strategy::HYBRID, 6400);
