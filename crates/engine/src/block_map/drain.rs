@@ -183,8 +183,35 @@ impl BlockMap {
         drain.expected.extend(blocks);
     }
 
+    /// Returns whether expected blocks have yet to travel.
+    pub(crate) fn expects(&mut self) -> bool {
+        let pending = &self.pending;
+        let Some(drain) = &mut self.drain else {
+            return false;
+        };
+        while let Some(index) = drain.expected.front() {
+            if pending[index / 64] >> (index % 64) & 1 == 1 {
+                return true;
+            }
+            drain.expected.pop_front();
+        }
+        false
+    }
+
+    /// Lets expected blocks travel in the order of the others.
+    pub(crate) fn expect_nothing(&mut self) {
+        if let Some(drain) = &mut self.drain {
+            drain.expected.clear();
+        }
+    }
+
     /// Takes expected blocks, unless it is the turn of those that travel soon.
-    fn take_expected(&mut self, max: usize, seq: u32, taken: &mut impl FnMut(u64)) -> usize {
+    pub(crate) fn take_expected(
+        &mut self,
+        max: usize,
+        seq: u32,
+        taken: &mut impl FnMut(u64),
+    ) -> usize {
         let mut count = 0;
         while count < max {
             let Some(drain) = &mut self.drain else { break };

@@ -12,6 +12,7 @@
 //! content need not be buffered: it is read at the moment of sending.
 
 mod after;
+mod ahead;
 mod kept;
 mod mirror;
 mod region;
@@ -36,6 +37,7 @@ use std::time::Duration;
 
 pub use crate::block_map::Class;
 pub use crate::predict::{Downtime, Left, Link, Outpaced, Rhythm, Unseen};
+use ahead::Ahead;
 pub use mirror::{Answer, WriteId};
 pub use sending::{Batch, Sent};
 pub use stopping::Advice;
@@ -153,6 +155,8 @@ pub struct Source {
     /// How the guest writes optional blocks, and overwrites missing ones.
     rhythm: Rhythm,
     overwriting: Overwriting,
+    /// What of memory by `postcopy` travels before the guest is stopped.
+    ahead: Ahead,
     /// Whether the drain is held back because the guest overwrites missing blocks.
     left_to_guest: bool,
     hot_allowed: bool,
@@ -233,6 +237,7 @@ impl Source {
             sync_waited: Waited::default(),
             rhythm: Rhythm::default(),
             overwriting: Overwriting::default(),
+            ahead: Ahead::default(),
             left_to_guest: false,
             hot_allowed: false,
             memory_may_follow: false,

@@ -164,9 +164,12 @@ impl Source {
         seq: u32,
         blocks: &mut Vec<BlockId>,
     ) {
+        if turn == Turn::Background {
+            self.take_ahead(max_blocks, seq, blocks);
+        }
         let hot = turn == Turn::Must && self.may_send_hot();
         let behind = self.mirrors_go_first();
-        let mut kind = None;
+        let mut kind = (!blocks.is_empty()).then_some(false);
         for class in classes.iter().copied() {
             if class == Class::Hot && !hot {
                 continue;
@@ -194,6 +197,17 @@ impl Source {
                 region.taken_blocks += taken as u64;
                 kind = kind.or((taken > 0).then_some(late));
             }
+        }
+    }
+
+    /// Takes blocks of memory that nothing waits for, but that the guest uses at once.
+    fn take_ahead(&mut self, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
+        for region in self.regions.iter_mut().filter(|region| region.fills()) {
+            let id = region.spec.id;
+            let room = max_blocks - blocks.len();
+            let mut push = |block| blocks.push(BlockId { region: id, block });
+            let taken = region.map.take_expected(room, seq, &mut push);
+            region.taken_blocks += taken as u64;
         }
     }
 

@@ -115,7 +115,7 @@ impl Source {
     }
 
     fn judge(&mut self, now: Duration) -> Advice {
-        if self.pushes_memory() {
+        if self.pushes_memory() || self.waits_for_ahead(now) {
             return Advice::Wait;
         }
         if self.memory_may_follow && self.outpaced().is_some() {

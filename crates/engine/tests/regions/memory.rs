@@ -56,6 +56,42 @@ fn memory_that_follows_is_listed_and_comes_as_the_guest_wants_it() {
 }
 
 #[test]
+fn code_of_memory_that_follows_travels_before_the_stop() {
+    let stop = Advice::Stop(StopReason::WithinLimit);
+    let mut source = memory(Strategy::POSTCOPY);
+    source.seek_ahead();
+    assert_eq!(source.advise(MS), Advice::Send, "it is not known yet");
+    source.ahead(MEMORY, vec![500, 3, 501]).unwrap();
+    assert_eq!(source.advise(MS * 2), Advice::Send);
+    let batch = source.take(2).unwrap().unwrap();
+    let blocks: Vec<u64> = batch.blocks.iter().map(|id| id.block).collect();
+    assert_eq!(blocks, [3, 500]);
+    assert_eq!(source.advise(MS * 3), Advice::Send, "a block is left");
+    let batch = source.take(2).unwrap().unwrap();
+    assert_eq!(batch.blocks[1].block, 501);
+    assert_eq!(source.advise(MS * 4), stop, "nothing waits for the rest");
+    source.ahead(MEMORY, vec![7]).unwrap();
+    assert_eq!(source.advise(MS * 5), stop, "it comes too late");
+    source.ahead(DISK, vec![7]).unwrap_err();
+
+    // Whether nothing is found, found too late, or takes too long: the guest is stopped.
+    let mut source = memory(Strategy::POSTCOPY);
+    source.seek_ahead();
+    assert_eq!(source.advise(MS), Advice::Send);
+    source.nothing_ahead();
+    assert_eq!(source.advise(MS), stop);
+    for named in [false, true] {
+        let mut source = memory(Strategy::POSTCOPY);
+        source.seek_ahead();
+        if named {
+            source.ahead(MEMORY, (0..640).collect()).unwrap();
+        }
+        let stops_at = (0..100).find(|tenth| source.advise(MS * 100 * *tenth) == stop);
+        assert_eq!(stops_at, Some(if named { 30 } else { 20 }));
+    }
+}
+
+#[test]
 fn memory_that_is_written_in_pass_after_pass_follows() {
     let mut source = memory(Strategy::HYBRID);
     assert_eq!(

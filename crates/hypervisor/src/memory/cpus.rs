@@ -14,6 +14,7 @@
 
 use super::GuestMemory;
 use super::named::Layout;
+use super::page_tables::{Entry, IMAGE, KERNEL, PAGE, Page, Tables};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -43,16 +44,7 @@ const LSTAR: usize = 832;
 const KERNEL_GS: usize = 856;
 const SECTION_BYTES: usize = 864;
 
-/// Bits of control registers: paging, five levels of tables, and long mode.
-const CR0_PG: u64 = 1 << 31;
-const CR4_LA57: u64 = 1 << 12;
-const EFER_LMA: u64 = 1 << 10;
-/// Bits of an entry of a page table.
-const PRESENT: u64 = 1;
-const LARGE: u64 = 1 << 7;
-const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
-/// The lowest address of a kernel, and of a process.
-const KERNEL: u64 = 0xffff_8000_0000_0000;
+/// The lowest address of a process.
 const PROCESS: u64 = 1 << 16;
 
 /// The length of the end of a stream that is searched: ROMs and the like come first.
@@ -65,12 +57,14 @@ const OF_CPU_BYTES: u64 = 256 << 10;
 const STACK_BYTES: u64 = 16 << 10;
 /// A page of a process that points to more pages is a table of its data, of which it may have much.
 const POINTERS_MAX: usize = 64;
+/// Limits on the tables that are read for this, and on the missing ones: 1 GiB is mapped by 512.
+const TABLES_MAX: usize = 1 << 14;
+const TABLES_MISSING_MAX: usize = 512;
+/// Missing pages of a kernel's image up to which they count as its variables.
+const VARIABLES_MAX: usize = 512;
 /// Limits on the pages that are found, and on the time.
 const PAGES_MAX: usize = 4096;
 const WITHIN: Duration = Duration::from_millis(25);
-const PAGE: u64 = BLOCK_SIZE as u64;
-
-type Page = [u8; BLOCK_SIZE];
 
 impl Layout {
     /// Returns the missing pages that the guest's CPUs probably use next, the first ones first.
@@ -105,13 +99,6 @@ struct Cpu {
     own: [u64; 2],
 }
 
-/// The page tables of a CPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Tables {
-    root: u64,
-    levels: u32,
-}
-
 /// Returns the CPUs in long mode of a device state.
 fn cpus(state: &[u8]) -> Vec<Cpu> {
     let mut found = Vec::new();
@@ -137,24 +124,14 @@ fn cpu(bytes: &[u8]) -> Option<Cpu> {
         let bytes = section.get(at..at + 8)?.try_into().ok()?;
         Some(u64::from_be_bytes(bytes))
     };
-    let is_long = register(CR0)? & CR0_PG != 0 && register(EFER)? & EFER_LMA != 0;
-    if !is_long {
-        return None;
-    }
-    let levels = match register(CR4)? & CR4_LA57 {
-        0 => 4,
-        _ => 5,
-    };
+    let tables = Tables::of([CR0, CR3, CR4, EFER].map(register))?;
     let mut addresses = vec![register(STACK_POINTER)?];
     // The instruction pointer stands behind the others.
     let general = (0..REGISTERS).rev().map(|number| register(number * 8));
     let special = [TASK, INTERRUPT_TABLE, GLOBAL_TABLE, LSTAR, FS].map(register);
     addresses.extend(general.chain(special).flatten());
     Some(Cpu {
-        tables: Tables {
-            root: register(CR3)? & ADDRESS,
-            levels,
-        },
+        tables,
         addresses,
         own: [register(GS)?, register(KERNEL_GS)?],
     })
@@ -236,11 +213,47 @@ where
                 self.span(cpu.tables, *own, own.saturating_add(OF_CPU_BYTES));
             }
         }
+        let mut mapped: Vec<Tables> = Vec::new();
+        for tables in cpus.iter().map(|cpu| cpu.tables) {
+            if !mapped.contains(&tables) {
+                mapped.push(tables);
+                self.map(tables);
+            }
+        }
+        // The ends of stacks stand among much else.
+        for part in self.queue.clone().into_iter().filter(|part| part.of_kernel) {
+            self.point_to(part, |pointer| pointer.is_multiple_of(PAGE));
+        }
         while let Some(part) = self.queue.pop_front() {
             if self.found.len() >= PAGES_MAX || (self.is_over)() {
                 break;
             }
-            self.search(part);
+            self.point_to(part, |_| true);
+        }
+    }
+
+    /// Finds the tables of a process and its kernel, and the kernel's variables: the missing pages
+    /// of its own image. Either only if few are missing.
+    fn map(&mut self, tables: Tables) {
+        let layout = self.layout;
+        let (mut on_the_way, mut variables) = (Vec::new(), Vec::new());
+        tables.walk(
+            &mut |table, _, _| {
+                on_the_way.extend(layout.page_of(table));
+                on_the_way.len() <= TABLES_MAX
+            },
+            &mut |table| self.content(layout.page_of(table)?).copied().map(Box::new),
+            &mut |leaf| {
+                if leaf.address >= IMAGE && leaf.is_writable && leaf.level <= 1 {
+                    variables.extend(leaf.pages().filter_map(|page| layout.page_of(page)));
+                }
+            },
+        );
+        for (mut pages, max) in [(on_the_way, TABLES_MISSING_MAX), (variables, VARIABLES_MAX)] {
+            pages.retain(|page| (self.is_missing)(*page));
+            if pages.len() <= max {
+                pages.into_iter().for_each(|page| self.find(page));
+            }
         }
     }
 
@@ -275,14 +288,16 @@ where
         }
     }
 
-    /// Searches a part of a page for pointers. A kernel has those of its processes, too.
-    fn search(&mut self, part: Part) {
+    /// Finds what the pointers of a part of a page point to. A kernel has those of its processes,
+    /// too.
+    fn point_to(&mut self, part: Part, which: impl Fn(u64) -> bool) {
         let Some(content) = self.content(part.page) else {
             return;
         };
         let words = content.get(part.from..part.to).unwrap_or_default();
         let words = words.chunks_exact(8);
         let words = words.filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?)));
+        let words = words.filter(|word| which(*word));
         let mut pointers: Vec<u64> = match part.of_kernel {
             true => words.filter(|word| *word >= PROCESS).collect(),
             false => words
@@ -312,27 +327,18 @@ where
 
     /// Returns the page of RAM at a virtual address. The tables on the way are used, too.
     fn translate(&mut self, tables: Tables, address: u64) -> Option<u64> {
-        let sign = 64 - (12 + 9 * tables.levels);
-        if ((address << sign) as i64 >> sign) as u64 != address {
+        if !tables.can_map(address) {
             return None;
         }
         let mut table = tables.root;
         for level in (0..tables.levels).rev() {
             let page = self.layout.page_of(table)?;
             self.find(page);
-            let shift = 12 + 9 * level;
-            let index = (address >> shift & 0x1ff) as usize * 8;
-            let entry = self.content(page)?.get(index..index + 8)?;
-            let entry = u64::from_le_bytes(entry.try_into().ok()?);
-            if entry & PRESENT == 0 {
-                return None;
+            let entry = Entry::of(self.content(page)?, level, address)?;
+            if entry.is_leaf(level) {
+                return self.layout.page_of(entry.maps(level, address));
             }
-            if level == 0 || (entry & LARGE != 0 && level < 3) {
-                let within = (1 << shift) - 1;
-                let physical = (entry & ADDRESS & !within) | (address & within);
-                return self.layout.page_of(physical);
-            }
-            table = entry & ADDRESS;
+            table = entry.address();
         }
         None
     }
@@ -358,43 +364,15 @@ where
 
 #[cfg(test)]
 mod tests {
+    use super::super::page_tables::ram::{Ram, TABLES};
     use super::*;
 
-    const TABLES: u64 = 0x10_0000;
+    /// Bits of an entry of a page that is used and written.
+    const BITS: u64 = 0x163;
+
     const STACK: u64 = 0xffff_c900_0000_3d98;
     const OWN: u64 = 0xffff_8880_07a0_0000;
     const CODE: u64 = 0xffff_ffff_8100_3643;
-
-    /// A guest's RAM of 4 MiB, from address 0 on.
-    struct Ram(Vec<u8>);
-
-    impl Ram {
-        fn new() -> Self {
-            Self(vec![0; 4 << 20])
-        }
-
-        fn set(&mut self, at: u64, value: u64) {
-            let at = at as usize;
-            self.0[at..at + 8].copy_from_slice(&value.to_le_bytes());
-        }
-
-        /// Maps a page, with tables that are taken from `free` on.
-        fn map(&mut self, address: u64, physical: u64, free: &mut u64) {
-            let mut table = TABLES;
-            for level in (1..4).rev() {
-                let at = table + (address >> (12 + 9 * level) & 0x1ff) * 8;
-                let entry: [u8; 8] = self.0[at as usize..at as usize + 8].try_into().unwrap();
-                let mut entry = u64::from_le_bytes(entry);
-                if entry == 0 {
-                    entry = *free | 0x63;
-                    *free += PAGE;
-                    self.set(at, entry);
-                }
-                table = entry & ADDRESS;
-            }
-            self.set(table + (address >> 12 & 0x1ff) * 8, physical | 0x163);
-        }
-    }
 
     /// A device state with one CPU's section.
     fn state(registers: &[(usize, u64)]) -> Vec<u8> {
@@ -424,14 +402,8 @@ mod tests {
     }
 
     fn missing(ram: &Ram, state: &[u8], is_missing: impl Fn(u64) -> bool) -> Vec<u64> {
-        let layout = Layout::of_one_block(ram.0.len() as u64);
-        let read = |page: u64, into: &mut Page| {
-            let at = page as usize * BLOCK_SIZE;
-            let content = ram.0.get(at..at + BLOCK_SIZE);
-            content
-                .map(|content| into.copy_from_slice(content))
-                .is_some()
-        };
+        let layout = Layout::of_one_block(ram.bytes());
+        let read = |page: u64, into: &mut Page| ram.read(BlockRange::new(page, 1), into);
         let mut search = Search::new(&layout, read, is_missing, || false);
         search.run(&cpus(state));
         search.found
@@ -439,7 +411,7 @@ mod tests {
 
     #[test]
     fn what_registers_point_to_comes_first_then_what_that_points_to() {
-        let (mut ram, mut free) = (Ram::new(), TABLES + PAGE);
+        let mut ram = Ram::new(TABLES);
         for (address, physical) in [
             (STACK, 0x20_0000),
             (STACK + PAGE, 0x20_5000),
@@ -448,14 +420,14 @@ mod tests {
             (OWN + PAGE, 0x20_3000),
             (OWN + 0x10_0000, 0x20_4000),
         ] {
-            ram.map(address & !0xfff, physical, &mut free);
+            ram.map(address & !0xfff, physical, BITS);
         }
         // The processor's data points to a page, and below the stack pointer is nothing of use.
         ram.set(0x20_3008, OWN + 0x10_0010);
         ram.set(0x20_0008, OWN + 0x10_0010);
         let state = running(&[(STACK_POINTER, STACK), (16 * 8, CODE), (GS, OWN)]);
         let mut pages = found(&ram, &state);
-        let tables = TABLES / PAGE..free / PAGE;
+        let tables = ram.tables();
         assert_eq!(pages[0], TABLES / PAGE);
         assert!(
             tables.clone().all(|table| pages.contains(&table)),
@@ -470,8 +442,8 @@ mod tests {
 
     #[test]
     fn without_long_mode_or_with_another_version_nothing_is_found() {
-        let (mut ram, mut free) = (Ram::new(), TABLES + PAGE);
-        ram.map(STACK & !0xfff, 0x20_0000, &mut free);
+        let mut ram = Ram::new(TABLES);
+        ram.map(STACK & !0xfff, 0x20_0000, BITS);
         let good = running(&[(STACK_POINTER, STACK)]);
         assert!(found(&ram, &good).contains(&0x200));
         let stopped = state(&[(STACK_POINTER, STACK), (CR3, TABLES)]);
@@ -490,19 +462,7 @@ mod tests {
 
     #[test]
     fn any_content_is_searched_within_limits() {
-        let (mut ram, mut seed) = (Ram::new(), 7_u64);
-        for word in ram.0.chunks_exact_mut(8) {
-            seed ^= seed << 13;
-            seed ^= seed >> 7;
-            seed ^= seed << 17;
-            // Tables whose entries lie in the RAM, and pointers into what they map.
-            let value = match seed % 3 {
-                0 => seed & 0x3f_f000 | 0x63,
-                1 => seed & 0x3f_f000 | 0xe3,
-                _ => seed | KERNEL,
-            };
-            word.copy_from_slice(&value.to_le_bytes());
-        }
+        let ram = Ram::of_noise();
         let state = running(&[
             (STACK_POINTER, u64::MAX - 7),
             (GS, KERNEL),

@@ -65,6 +65,7 @@
 mod address_map;
 mod arriving;
 mod backing;
+mod code;
 mod cpus;
 mod fingerprints;
 mod guest_memory;
@@ -72,6 +73,7 @@ mod incoming;
 mod named;
 mod outgoing;
 pub mod page_server;
+mod page_tables;
 mod pages;
 mod places;
 mod reader;
@@ -81,6 +83,7 @@ mod unused;
 
 pub(crate) use address_map::{is_unnamed, shared_files};
 pub use arriving::{Arriving, ArrivingEvent, Missing, PageServer, Request};
+pub use code::TablesInUse;
 pub(crate) use guest_memory::KEPT_BLOCK_BYTES_MAX;
 pub use guest_memory::{AccessError, AttachError, GuestMemory, MemoryBlock};
 pub use incoming::{Incoming, IncomingError, Loaded, read_prelude};

@@ -112,6 +112,20 @@ impl Layout {
         };
         (offset < self.bytes).then_some(offset / BLOCK_SIZE as u64)
     }
+
+    /// Returns the physical address of a page of the block.
+    pub(super) fn address_of(&self, page: u64) -> u64 {
+        let offset = page * BLOCK_SIZE as u64;
+        match offset.checked_sub(self.low_bytes) {
+            Some(above) => HIGH + above,
+            None => offset,
+        }
+    }
+
+    /// Returns the number of pages of the block.
+    pub(super) fn pages(&self) -> u64 {
+        self.bytes / BLOCK_SIZE as u64
+    }
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@
 //! launches its QEMU. The guest is stopped only after that QEMU waits for it.
 
 mod drain;
+mod expected_use;
 mod handover;
 mod launch_wait;
 mod prediction;
@@ -252,6 +253,7 @@ impl SourceAttempt {
     /// Moves the guest, or restores the state from before the move.
     pub(crate) async fn run(mut self) {
         self.entry().enter(Phase::Precopy);
+        self.seek_code();
         drive_source(&mut self).await;
         while !self.is_decided() {
             let happened = self.wait().await;

@@ -13,6 +13,7 @@ pub(crate) mod departed;
 pub(crate) mod described;
 pub(crate) mod disk_graph;
 pub(crate) mod drain;
+pub(crate) mod expected_use;
 pub(crate) mod exports;
 pub(crate) mod files;
 pub(crate) mod known_content;

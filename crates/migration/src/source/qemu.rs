@@ -5,6 +5,7 @@ use crate::context::Context;
 use crate::disks;
 use crate::host::fail_point;
 use crate::host::qemu::is_alive;
+use crate::source::expected_use::{CodeInUse, KnownLayout, NextUse, layout};
 use crate::source::local_disks::LocalDisk;
 use crate::source::memory_file::Kept;
 use crate::source::retained_qemu::RetainedQemu;
@@ -13,13 +14,12 @@ use crate::status::guest_rate::{RateMeter, shown};
 use crate::status::usage::{Meter, Usage};
 use longhaul_api::{ApiError, ErrorCode, GuestRate};
 use longhaul_codec::BlockId;
-use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::source::{Source, SourceError, Unseen};
 use longhaul_engine::strategy::{Before, Promise, Strategy};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::manager::{AbortError, GuestManager, Lease, ManagerError, Stays};
 use longhaul_hypervisor::memory::{
-    AttachError, Event, Frozen, GuestMemory, Layout, Outgoing, OutgoingError, Progress, Written,
+    AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Progress, Written,
 };
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::disk::Pulled;
@@ -27,7 +27,7 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use longhaul_storage::disk::RawDisk;
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The reason why a departing guest's QEMU failed.
@@ -89,7 +89,7 @@ pub(crate) struct SourceQemu {
     /// Whether its memory may follow although it has to be there by its strategy.
     may_follow: bool,
     /// Where its RAM lies, once that is known.
-    layout: Arc<OnceLock<Layout>>,
+    layout: KnownLayout,
     /// The place of the memory file, if one is wanted.
     kept: Option<Kept>,
 }
@@ -102,25 +102,11 @@ pub(crate) struct Stopped {
     pub(crate) tail: Vec<u8>,
 }
 
-/// A search for the missing blocks that a stopped guest's CPUs probably use next.
-pub(crate) struct NextUse {
-    /// The region of these blocks.
-    pub(crate) region: RegionId,
-    layout: Layout,
-    memory: Arc<GuestMemory>,
-    tail: Vec<u8>,
-}
-
-impl NextUse {
-    /// Returns the blocks in the order of their use. Reads the guest's RAM for some milliseconds.
-    /// `missing` has a mask of the missing blocks of each chunk.
-    pub(crate) fn find(&self, missing: &[u64]) -> Vec<u64> {
-        let is_missing = |block: u64| {
-            let mask = missing.get((block / CHUNK_BLOCKS) as usize).copied();
-            mask.is_some_and(|mask| mask >> (block % CHUNK_BLOCKS) & 1 == 1)
-        };
-        self.layout.used_next(&self.memory, &self.tail, is_missing)
-    }
+/// Returns the region of a RAM block.
+pub(super) fn region_of(places: &BTreeMap<RegionId, usize>, block: usize) -> Option<RegionId> {
+    let mut places = places.iter();
+    let (region, _) = places.find(|(_, at)| **at == block)?;
+    Some(*region)
 }
 
 impl SourceQemu {
@@ -298,32 +284,34 @@ impl SourceQemu {
     fn look_at_layout(&self) {
         let (qmp, memory) = (self.lease.qmp().clone(), self.memory.clone());
         let (found, guest) = (self.layout.clone(), self.guest.name().to_owned());
-        tokio::spawn(async move {
-            match Layout::of(&qmp, &memory).await {
-                Ok(Some(layout)) => drop(found.set(layout)),
-                // What QEMU needs is asked for one by one then.
-                Ok(None) => tracing::debug!(guest, "the layout of its RAM is not known"),
-                Err(error) => tracing::debug!(guest, %error, "the layout of its RAM is not known"),
-            }
-        });
+        // What QEMU needs is asked for one by one if it is not known.
+        tokio::spawn(async move { layout(&found, &guest, &qmp, &memory).await });
+    }
+
+    /// Returns a search for the code that the guest uses, if nothing of its memory has to travel
+    /// before the switchover.
+    pub(crate) fn code(&self) -> Option<CodeInUse> {
+        (self.follows() == Pulled::All).then(|| CodeInUse {
+            guest: self.guest.name().to_owned(),
+            qmp: self.lease.qmp().clone(),
+            memory: self.memory.clone(),
+            places: self.places.clone(),
+            layout: self.layout.clone(),
+        })
     }
 
     /// Returns the blocks that QEMU at the destination probably reads while it loads the guest, in
     /// ascending order, and their region: those that its device state names.
     pub(crate) fn needed_to_load(&self, tail: &[u8]) -> Option<(RegionId, Vec<BlockRange>)> {
-        let (place, blocks) = self.layout.get()?.named(tail);
-        let mut places = self.places.iter();
-        let (region, _) = places.find(|(_, at)| **at == place)?;
-        Some((*region, blocks))
+        let (place, blocks) = (*self.layout.get()?)?.named(tail);
+        Some((region_of(&self.places, place)?, blocks))
     }
 
     /// Returns a search for what the stopped guest's CPUs use next.
     pub(crate) fn next_use(&self, tail: &[u8]) -> Option<NextUse> {
-        let layout = *self.layout.get()?;
-        let mut places = self.places.iter();
-        let (region, _) = places.find(|(_, at)| **at == layout.block())?;
+        let layout = (*self.layout.get()?)?;
         Some(NextUse {
-            region: *region,
+            region: region_of(&self.places, layout.block())?,
             layout,
             memory: self.memory.clone(),
             tail: tail.to_vec(),
@@ -369,12 +357,11 @@ impl SourceQemu {
 
     fn written(&self, written: &Written, engine: &mut Source) -> Result<(), SourceQemuError> {
         // A RAM block that does not travel in frames travels with the device state.
-        let mut places = self.places.iter();
-        let Some((region, _)) = places.find(|(_, place)| **place == written.block) else {
+        let Some(region) = region_of(&self.places, written.block) else {
             return Ok(());
         };
         for run in &written.runs {
-            engine.written(*region, *run)?;
+            engine.written(region, *run)?;
         }
         Ok(())
     }

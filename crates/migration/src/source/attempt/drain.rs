@@ -61,31 +61,6 @@ impl SourceAttempt {
         }
     }
 
-    /// Looks for what the guest will use first of memory that follows, while the destination begins
-    /// to load it. Without it the drain has another order.
-    pub(super) fn expect_next(&mut self) {
-        let sending = self.task.sending.clone();
-        if std::mem::replace(&mut self.expects, true) || !sending.engine().memory_follows() {
-            return;
-        }
-        let tail = self.stopped.as_ref().map(|stopped| &*stopped.what.tail);
-        let Some(search) = tail.and_then(|tail| self.task.outbound.next_use(tail)) else {
-            return;
-        };
-        let migration = self.task.offer.migration;
-        tokio::task::spawn_blocking(move || {
-            let began = Instant::now();
-            let missing = sending.engine().missing_masks(search.region);
-            let blocks = search.find(&missing);
-            let (found, took) = (blocks.len(), began.elapsed());
-            tracing::debug!(%migration, found, ?took, "what its CPUs use next goes first");
-            if let Err(error) = sending.engine().expect(search.region, &blocks) {
-                tracing::warn!(%migration, %error, "what its CPUs use next cannot go first");
-            }
-            sending.wake();
-        });
-    }
-
     /// Begins the copy of memory that follows to its file, if one is wanted.
     fn copy_memory(&mut self) {
         let Some(kept) = self.task.outbound.kept().cloned() else {
