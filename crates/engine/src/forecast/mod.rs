@@ -7,8 +7,9 @@
 //!
 //! A drawn move has a first pass over memory and disks, and further passes over what the guest
 //! writes meanwhile. The guest writes to a working set: in a time `t` it changes
-//! `set · (1 - exp(-t · rate / set))` bytes of it. The guest stops when the remaining bytes fit the
-//! requested downtime.
+//! `set · (1 - exp(-x))` bytes of it, with `x = t · rate / set`. A block travels as it is when it is
+//! sent, so of a pass that takes `t` those changes count that come after: `set · (1 - (1 - exp(-x)) /
+//! x)` bytes. The guest stops when the remaining bytes fit the requested downtime.
 //!
 //! [`Learned`] corrects the ranges with the errors of earlier moves.
 
@@ -207,7 +208,14 @@ impl Drawn {
         // What is not known: how long the guest stays within the pages that it writes now.
         let stays_s = Guess::new(5.0, 1.0).draw(dice);
         let set = (written * stays_s).min(inputs.written_most).max(1.0);
-        let changed = |time_s: f64| set * (1.0 - (-time_s * written / set).exp()) * again;
+        let changed = |time_s: f64| {
+            let part = time_s * written / set;
+            let after_sending = match part > 1e-6 {
+                true => 1.0 + (-part).exp_m1() / part,
+                false => 0.5 * part,
+            };
+            set * after_sending * again
+        };
 
         let first = content * missing;
         let (began_s, mut pass_s, mut bytes) = match inputs.sent {

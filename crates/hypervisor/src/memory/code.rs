@@ -143,7 +143,7 @@ where
     /// Adds the roots that map the same kernel as a known one.
     fn find_alike(&mut self, known: Tables, all: &mut Vec<Tables>) {
         let root = content(self.layout, &mut self.read, known.root);
-        let Some(kernel) = root.and_then(|root| entry(&*root, LAST)) else {
+        let Some(kernel) = root.and_then(|root| entry(&root, LAST)) else {
             return;
         };
         let pages = self.layout.pages();

@@ -61,7 +61,7 @@ pub(crate) async fn ask(
     }
     match count(control, (query, generation), sample, disks).await {
         Ok((0, _)) => Holds::Nothing,
-        Ok((found, asked)) => Holds::Counted(found, asked.saturating_sub(found)),
+        Ok((found, asked)) => Holds::Sampled(found, asked.saturating_sub(found)),
         Err(error) => {
             tracing::warn!(%error, "the destination does not say what it has of a guest");
             Holds::Unknown

@@ -34,8 +34,8 @@ const CONTENT_SPREAD: f64 = 0.08;
 const RATE_SPREAD_MIN: f64 = 0.06;
 /// The part of a returning guest's content that its destination lacks, if it has not said.
 const MISSING_UNKNOWN: Guess = Guess::new(0.5, 0.7);
-/// The spread of that part, once the destination has answered digests: those that a move begins
-/// with are of blocks that change seldom.
+/// The spread of that part, once the destination has answered about all blocks, and twice that if
+/// it has answered about none: those that a move begins with change seldom.
 const MISSING_SPREAD: f64 = 0.6;
 /// Bytes of a block that travels as a digest, with its part of an entry.
 const DIGEST_BYTES: f64 = 18.0;
@@ -67,6 +67,12 @@ impl Look {
         let share = self.memory.and_then(|memory| memory.share());
         Some(self.dirty_bytes_per_s? as f64 * share.unwrap_or(1.0))
     }
+
+    /// Returns the number of blocks of its memory and of these disks that are not zero.
+    pub(crate) fn used_blocks(&self, disks: Option<Sampled>) -> f64 {
+        let bytes = [self.memory, disks].map(|it| it.map_or(0, |it| it.used_bytes));
+        bytes.iter().sum::<u64>() as f64 / BLOCK_SIZE as f64
+    }
 }
 
 /// What the destination is known to have of a guest.
@@ -76,8 +82,21 @@ pub(crate) enum Holds {
     Nothing,
     /// Perhaps some of it: it has not said.
     Unknown,
-    /// It has found this number of blocks, and not found that of others.
+    /// Of blocks that are spread over all it has found this number, and not found that of others.
+    Sampled(u64, u64),
+    /// The same of those that a move begins with.
     Counted(u64, u64),
+}
+
+impl Holds {
+    /// Returns the part of this number of blocks about which it has said enough.
+    pub(crate) fn answered(self, blocks: f64) -> f64 {
+        match self {
+            Self::Nothing | Self::Sampled(..) => 1.0,
+            Self::Unknown => 0.0,
+            Self::Counted(found, missing) => ((found + missing) as f64 / blocks.max(1.0)).min(1.0),
+        }
+    }
 }
 
 /// The input of a prediction.
@@ -187,10 +206,11 @@ fn inputs(asking: &Asking) -> Option<(Inputs, f64)> {
     let missing = match asking.holds {
         Holds::Nothing => Guess::exactly(1.0),
         Holds::Unknown => MISSING_UNKNOWN,
-        Holds::Counted(found, missing) => {
+        Holds::Sampled(found, missing) | Holds::Counted(found, missing) => {
             let answered = (found + missing) as f64;
             let part = (missing as f64 + 1.0) / (answered + 2.0);
-            Guess::new(part, MISSING_SPREAD)
+            let unknown = 1.0 - asking.holds.answered(asking.look.used_blocks(asking.disks));
+            Guess::new(part, MISSING_SPREAD + MISSING_SPREAD * unknown)
         }
     };
     let digest = match asking.holds {
@@ -458,9 +478,14 @@ mod tests {
             "{back:?}"
         );
         assert!(back.high / back.low > 4, "nothing is known yet: {back:?}");
-        let counted = of(Holds::Counted(990, 10));
+        let counted = of(Holds::Sampled(990, 10));
         assert!(counted.likely < first.likely / 20, "{counted:?}");
-        let none = of(Holds::Counted(0, 4000));
+        let first_ones = of(Holds::Counted(990, 10));
+        assert!(
+            first_ones.high > counted.high,
+            "they are not like all: {first_ones:?}"
+        );
+        let none = of(Holds::Sampled(0, 4000));
         assert!(none.likely > first.likely * 8 / 10, "{none:?}");
     }
 

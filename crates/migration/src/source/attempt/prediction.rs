@@ -13,8 +13,9 @@ use std::time::Duration;
 const PREDICTED_WITHIN: Duration = Duration::from_secs(2);
 /// Round trips in it: a new connection needs about ten until its rate no longer grows.
 const PREDICTED_ROUND_TRIPS: u32 = 10;
-/// Number of digests that the destination answers before a prediction is made.
-const ANSWERS_MIN: u64 = 512;
+/// The part of the blocks with content about which the destination answers before a prediction is
+/// made: the first ones are of blocks that change seldom.
+const ANSWERED_MIN: f64 = 0.5;
 /// Time for which a rate must have been used before it counts, in seconds.
 const KNOWN_AFTER_S: f64 = 0.5;
 /// A rate below this part of the one known from before counts when as much has been sent as the
@@ -81,12 +82,8 @@ impl SourceAttempt {
         let patience = PREDICTED_WITHIN + rtt.unwrap_or_default() * PREDICTED_ROUND_TRIPS;
         let holds = self.holds();
         let known = self.rate_known();
-        let answered = match holds {
-            Holds::Nothing => true,
-            Holds::Unknown => false,
-            Holds::Counted(found, missing) => found + missing >= ANSWERS_MIN,
-        };
-        let enough = known.is_some() && answered;
+        let answered = holds.answered(look.used_blocks(self.task.sampled_disks));
+        let enough = known.is_some() && answered >= ANSWERED_MIN;
         if !last && !enough && self.now() < patience {
             return;
         }
@@ -165,7 +162,9 @@ impl SourceAttempt {
         let missing = match self.holds() {
             Holds::Nothing => 1.0,
             Holds::Unknown => 0.5,
-            Holds::Counted(found, missing) => missing as f64 / (found + missing).max(1) as f64,
+            Holds::Sampled(found, missing) | Holds::Counted(found, missing) => {
+                missing as f64 / (found + missing).max(1) as f64
+            }
         };
         let (mut bytes, mut work_s) = (written as f64, 0.0);
         if let Some(memory) = memory.filter(|_| first) {
