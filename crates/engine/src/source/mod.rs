@@ -148,6 +148,8 @@ pub struct Source {
     written: Written,
     link: Option<Link>,
     switch_overhead: Duration,
+    /// How long the memory of the stopped guest is compared.
+    comparison: Duration,
     /// How long the destination takes to make received disk content durable.
     sync: Duration,
     /// For how long the stop waited only for that.
@@ -233,6 +235,7 @@ impl Source {
             written: Written::default(),
             link: None,
             switch_overhead,
+            comparison: Duration::ZERO,
             sync: Duration::ZERO,
             sync_waited: Waited::default(),
             rhythm: Rhythm::default(),
@@ -320,6 +323,11 @@ impl Source {
     pub fn memory_follows(&self) -> bool {
         let mut memory = self.regions.iter().filter(|it| !it.is_written_late());
         memory.any(Region::is_listed)
+    }
+
+    /// Sets how long the memory of the stopped guest is compared with what was sent.
+    pub fn compares_for(&mut self, time: Duration) {
+        self.comparison = time;
     }
 
     /// Joins the guests that move to the same destination. This guest begins at this share of its

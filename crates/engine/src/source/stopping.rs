@@ -320,7 +320,8 @@ impl Source {
                 at_most: Duration::MAX,
             };
         };
-        let overhead = self.switch_overhead + link.rtt.mul_f64(1.5) + self.read_here();
+        let overhead = self.switch_overhead + self.comparison + self.read_here();
+        let overhead = overhead + link.rtt.mul_f64(1.5);
         // Encoding and sending overlap: the slower of both counts.
         let work = self.costs.work(blocks);
         let time = |bytes: f64, sync: Duration| {

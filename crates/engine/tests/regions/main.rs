@@ -387,6 +387,9 @@ fn a_prediction_knows_what_a_disk_costs_beside_memory() {
     // 4 MB: the average cost of a block over both kinds would be a fifth of it.
     assert!(disk.likely > MS * 400, "{disk:?}");
     assert!(disk.at_most < MS * 480, "{disk:?}");
+    source.compares_for(MS * 700);
+    let compared = source.predicted_downtime(now);
+    assert_eq!(compared.likely - disk.likely, MS * 700);
 }
 
 #[test]

@@ -41,6 +41,16 @@ impl Fingerprints {
         }
     }
 
+    /// Returns whether any of these pages of a block was read.
+    pub(crate) fn knows_any(&self, block: usize, range: BlockRange) -> bool {
+        let known = self.blocks.get(block).and_then(|known| {
+            let (start, end) = (range.start as usize, range.end() as usize);
+            known.get(start..end.min(known.len()))
+        });
+        let mut known = known.unwrap_or_default().iter();
+        known.any(|page| page.load(Ordering::Relaxed) != UNREAD)
+    }
+
     /// Returns the pages with another content than when they were last read, of consecutive pages
     /// from `start` on with this content.
     pub(crate) fn changed(&self, block: usize, start: u64, content: &[u8]) -> Vec<BlockRange> {

@@ -29,6 +29,8 @@ const PIECE_BYTES_MAX: u64 = 4 << 20;
 const UNUSED_BYTES_MIN: usize = 64 << 10;
 /// The number of blocks read at once when all RAM is read.
 const LOOK_BLOCKS: u64 = 64;
+/// Limit on the threads that compare the RAM of a stopped guest.
+pub const COMPARERS_MAX: usize = 8;
 /// Guest-physical addresses that hold the same RAM on every PC.
 const LOW_PROBE: u64 = 1 << 20;
 const HIGH_PROBE: u64 = 4 << 30;
@@ -284,27 +286,62 @@ impl GuestMemory {
         self.fingerprints.get_or_init(none).clear();
     }
 
-    /// Returns the pages that were read and have changed since, by block. Reads all RAM.
+    /// Returns the pages that were read and have changed since, by block. Reads all of these, with
+    /// as many threads as the host has processors for.
     pub(crate) fn changed_since_read(&self) -> Result<Vec<(usize, Vec<BlockRange>)>, AccessError> {
         let Some(fingerprints) = self.fingerprints.get() else {
             return Ok(Vec::new());
         };
+        let direct = self.blocks.iter().enumerate();
+        let direct = direct.filter(|(_, block)| !block.is_kept());
+        let pieces = direct.flat_map(|(index, block)| {
+            let starts = (0..block.blocks()).step_by(LOOK_BLOCKS as usize);
+            starts.map(move |start| {
+                let count = LOOK_BLOCKS.min(block.blocks() - start);
+                (index, BlockRange::new(start, count))
+            })
+        });
+        let pieces: Vec<_> = pieces
+            .filter(|(index, range)| fingerprints.knows_any(*index, *range))
+            .collect();
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let share = pieces.len().div_ceil(processors.min(COMPARERS_MAX)).max(1);
+        let parts: Vec<Result<_, AccessError>> = std::thread::scope(|scope| {
+            let shares = pieces.chunks(share);
+            let compare = |pieces| move || self.compare(fingerprints, pieces);
+            let threads: Vec<_> = shares.map(|share| scope.spawn(compare(share))).collect();
+            let joined = threads.into_iter().map(|thread| thread.join());
+            joined
+                .map(|part| part.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
+        });
+        let mut changed = Vec::<(usize, Vec<BlockRange>)>::new();
+        for (index, runs) in parts.into_iter().collect::<Result<Vec<_>, _>>()?.concat() {
+            match changed.last_mut() {
+                Some((last, all)) if *last == index => all.extend(runs),
+                _ => changed.push((index, runs)),
+            }
+        }
+        Ok(changed)
+    }
+
+    /// Returns which pages of these ranges have changed since they were read.
+    fn compare(
+        &self,
+        fingerprints: &Fingerprints,
+        pieces: &[(usize, BlockRange)],
+    ) -> Result<Vec<(usize, Vec<BlockRange>)>, AccessError> {
         let mut content = vec![0; LOOK_BLOCKS as usize * BLOCK_SIZE];
         let mut changed = Vec::new();
-        for (index, block) in self.blocks.iter().enumerate() {
-            if block.is_kept() {
-                continue;
+        for (index, range) in pieces {
+            let content = content
+                .get_mut(..range.count as usize * BLOCK_SIZE)
+                .unwrap_or_default();
+            self.look(*index, &[*range], content)?;
+            let runs = fingerprints.changed(*index, range.start, content);
+            if !runs.is_empty() {
+                changed.push((*index, runs));
             }
-            let mut runs = Vec::new();
-            for start in (0..block.blocks()).step_by(LOOK_BLOCKS as usize) {
-                let count = LOOK_BLOCKS.min(block.blocks() - start);
-                let content = content
-                    .get_mut(..count as usize * BLOCK_SIZE)
-                    .unwrap_or_default();
-                self.look(index, &[BlockRange::new(start, count)], content)?;
-                runs.extend(fingerprints.changed(index, start, content));
-            }
-            changed.push((index, runs));
         }
         Ok(changed)
     }

@@ -84,6 +84,7 @@ mod unused;
 pub(crate) use address_map::{is_unnamed, shared_files};
 pub use arriving::{Arriving, ArrivingEvent, Missing, PageServer, Request};
 pub use code::TablesInUse;
+pub use guest_memory::COMPARERS_MAX;
 pub(crate) use guest_memory::KEPT_BLOCK_BYTES_MAX;
 pub use guest_memory::{AccessError, AttachError, GuestMemory, MemoryBlock};
 pub use incoming::{Incoming, IncomingError, Loaded, read_prelude};
@@ -95,4 +96,4 @@ pub use outgoing::{
 pub(crate) use places::is_findable;
 pub(crate) use sampler::Sample;
 pub(crate) use source::is_held_by_ack;
-pub use source::{Continuation, Settings, SourceError, resume, runs};
+pub use source::{Continuation, Settings, SourceError, misses_writes, resume, runs};

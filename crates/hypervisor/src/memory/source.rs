@@ -60,6 +60,13 @@ pub enum SourceError {
     DoesNotRun(String),
 }
 
+/// Returns whether a QEMU misses some of the guest's writes, so that its memory is compared with what
+/// was sent while the guest is stopped: one without KVM does.
+pub async fn misses_writes(qmp: &Qmp) -> Result<bool, QmpError> {
+    let kvm = qmp.query("query-kvm").await?;
+    Ok(kvm["enabled"] == false)
+}
+
 /// A source's state and settings before the move.
 #[derive(Debug, Clone)]
 pub(crate) struct Before {
@@ -272,8 +279,7 @@ impl Before {
         if suppressed.is_ok_and(|suppressed| suppressed == json!(true)) {
             return Err(SourceError::NoDescription);
         }
-        let kvm = qmp.query("query-kvm").await?;
-        let misses_writes = kvm["enabled"] == false;
+        let misses_writes = misses_writes(qmp).await?;
         let settings = Settings::look(qmp).await?;
         let held_by_ack = is_held_by_ack(qmp).await?;
         let tells_free_pages = tells_free_pages(qmp).await?;

@@ -26,6 +26,7 @@ use longhaul_api::{
     ProbeResult, Properties, Strategy,
 };
 use longhaul_hypervisor::dirty_rate;
+use longhaul_hypervisor::memory::misses_writes;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_hypervisor::tested;
 use longhaul_protocol::RegionSpec;
@@ -411,12 +412,18 @@ pub(crate) fn look(
     let (memory, places) = outbound.memory();
     let regions = outbound.regions().to_vec();
     let (sender, receiver) = watch::channel(Look::default());
+    let qmp = outbound.qmp().clone();
     tokio::spawn(async move {
+        let compared = misses_writes(&qmp).await.unwrap_or_else(|error| {
+            tracing::warn!(%error, "cannot tell whether a guest's memory will be compared");
+            false
+        });
         let sampled = block_in_place(|| sample::memory(&memory, &regions, &places, encoding, rate));
         tracing::debug!(?sampled, "a sample of a guest's memory");
         let mut look = Look {
             memory: sampled,
             dirty_bytes_per_s: None,
+            compared,
         };
         sender.send_replace(look);
         match dirty_rate::measure(&memory).await {

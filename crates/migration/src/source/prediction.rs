@@ -7,6 +7,7 @@ use longhaul_api::{Convergence, PredictedRange, Prediction, Strategy};
 use longhaul_engine::forecast::{
     Follows, Forecast, Guess, Inputs, LIKELIHOOD_PERCENT, Range, Sent, forecast,
 };
+use longhaul_hypervisor::memory::COMPARERS_MAX;
 use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::units::show_duration;
 use longhaul_transport::LinkRate;
@@ -59,6 +60,8 @@ pub(crate) struct Look {
     pub(crate) memory: Option<Sampled>,
     /// The rate at which it writes memory, in bytes per second.
     pub(crate) dirty_bytes_per_s: Option<u64>,
+    /// Whether its memory is compared while it is stopped, since QEMU does not see all writes.
+    pub(crate) compared: bool,
 }
 
 impl Look {
@@ -66,6 +69,16 @@ impl Look {
     pub(crate) fn written_bytes_per_s(&self) -> Option<f64> {
         let share = self.memory.and_then(|memory| memory.share());
         Some(self.dirty_bytes_per_s? as f64 * share.unwrap_or(1.0))
+    }
+
+    /// Returns how long the comparison of its memory takes while it is stopped.
+    pub(crate) fn comparison(&self) -> Duration {
+        let read_s = self
+            .memory
+            .filter(|_| self.compared)
+            .map_or(0.0, |it| it.read_s);
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        seconds(read_s / processors.min(COMPARERS_MAX) as f64)
     }
 
     /// Returns the number of blocks of its memory and of these disks that are not zero.
@@ -225,6 +238,7 @@ fn inputs(asking: &Asking) -> Option<(Inputs, f64)> {
         None | Some(0) => WRITTEN_UNSEEN,
         Some(rate) => Guess::new(rate as f64, WRITTEN_SPREAD),
     };
+    let switchover = later(SWITCHOVER_S, if asking.early_release { 0.5 } else { 1.5 });
     let inputs = Inputs {
         memory_bytes: on_wire(memory.sent_bytes),
         disk_bytes: asking
@@ -239,7 +253,10 @@ fn inputs(asking: &Asking) -> Option<(Inputs, f64)> {
         ramp_s: (doublings - 1.0).max(0.0) * rtt_s,
         launch_s: later(LAUNCH_S, 1.0),
         after_s: later(AFTER_S, AFTER_ROUND_TRIPS),
-        switchover_s: later(SWITCHOVER_S, if asking.early_release { 0.5 } else { 1.5 }),
+        switchover_s: Guess {
+            likely: switchover.likely + asking.look.comparison().as_secs_f64(),
+            ..switchover
+        },
         written,
         written_most: memory.used_bytes as f64,
         written_share: Guess::new(AGAIN.likely * share, AGAIN.spread),
@@ -390,8 +407,10 @@ mod tests {
                     used_bytes: 400 * MIB,
                     sent_bytes: Guess::new(120e6, 0.1),
                     work_s: 1.0,
+                    read_s: 0.5,
                 }),
                 dirty_bytes_per_s: Some(MIB),
+                compared: false,
             },
             disks: None,
             holds: Holds::Nothing,

@@ -58,6 +58,8 @@ pub(crate) struct Sampled {
     pub(crate) sent_bytes: Guess,
     /// Estimated time of encoding it, in seconds.
     pub(crate) work_s: f64,
+    /// The part of it in which memory is read and digested, in seconds.
+    pub(crate) read_s: f64,
 }
 
 impl Sampled {
@@ -65,6 +67,7 @@ impl Sampled {
         used_bytes: 0,
         sent_bytes: Guess::exactly(0.0),
         work_s: 0.0,
+        read_s: 0.0,
     };
 
     /// Returns the bytes on the link for each byte that is not zero.
@@ -85,6 +88,7 @@ impl Sampled {
             used_bytes: self.used_bytes.saturating_add(other.used_bytes),
             sent_bytes: Guess::new(likely, spread),
             work_s: self.work_s + other.work_s,
+            read_s: self.read_s + other.read_s,
         }
     }
 }
@@ -143,6 +147,7 @@ pub(crate) fn memory(
         used_bytes: (used_blocks * BLOCK_SIZE as f64) as u64,
         sent_bytes: bytes,
         work_s: reading_s + work_s,
+        read_s: reading_s,
     })
 }
 
@@ -191,6 +196,7 @@ fn disk(disk: &LocalDisk, encoding: Encoding, rate: Option<f64>) -> Sampled {
         used_bytes: (used * BLOCK_SIZE as f64) as u64,
         sent_bytes,
         work_s,
+        read_s: 0.0,
     }
 }
 
@@ -504,6 +510,7 @@ mod tests {
             used_bytes: 100,
             sent_bytes: Guess::new(30.0, 0.1),
             work_s: 1.0,
+            read_s: 0.5,
         };
         let both = one.and(one);
         assert_eq!((both.used_bytes, both.work_s), (200, 2.0));

@@ -166,7 +166,9 @@ impl Migration {
             return Ok(Vec::new());
         }
         let memory = Arc::clone(&self.memory);
+        let began = Instant::now();
         let changed = blocking(move || memory.changed_since_read()).await?;
+        tracing::debug!(took = ?began.elapsed(), "compared the RAM of a stopped guest");
         let changed = changed.into_iter().filter(|(_, runs)| !runs.is_empty());
         Ok(changed
             .map(|(block, runs)| Written { block, runs })

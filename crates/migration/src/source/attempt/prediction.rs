@@ -74,6 +74,7 @@ impl SourceAttempt {
     /// known when that takes too long, or when the guest is about to be stopped (`last`).
     pub(crate) fn predict(&mut self, last: bool) {
         let look = *self.task.look.borrow_and_update();
+        self.task.sending.engine().compares_for(look.comparison());
         let looking = self.task.look.has_changed().is_ok();
         if self.predicted.is_some() || (!last && looking) {
             return;
