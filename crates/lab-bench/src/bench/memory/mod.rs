@@ -265,7 +265,7 @@ impl Movers<'_> {
                 longhaul.run_attached(case, self.launcher, ("longhaul", &[]))?
             }
             (System::Strategy(strategy), Some(longhaul), Load::Arena { .. }) => {
-                longhaul.run_as(case, (strategy, &["--strategy", strategy]))?
+                longhaul.run_as(case, (strategy, &strategies::words(strategy)))?
             }
             (System::Strategy(strategy), Some(_), Load::Warm(_)) => {
                 let text = format!("{strategy} is compared with the guest tiny alone");

@@ -1,13 +1,14 @@
 //! Computes the checks of `lab bench strategies` from the rows of one run.
 
 use super::super::{counts, judge_own, ratio};
-use super::{AUTO, STRATEGIES};
+use super::{AUTO, EARLY, STRATEGIES};
 use crate::bench::document::{AskedLink, Document, Sense, median};
 use crate::moves::MoveRow;
 use crate::peer::PeerSystem;
 
 /// The downtime of a move whose pending content follows: round trips, and the rest.
 const ROUND_TRIPS: f64 = 1.5;
+const ROUND_TRIPS_EARLY: f64 = 0.5;
 const ALLOWANCE_MS: f64 = 150.0;
 /// The median wait for a page, beyond a round trip.
 const FAULT_ALLOWANCE_MS: f64 = 5.0;
@@ -42,6 +43,7 @@ pub(super) fn judge(rows: &[MoveRow], document: &mut Document) {
         for (strategy, peer) in LIKE_WITH_LIKE {
             judged.judge(strategy, peer, document);
         }
+        judged.judge_early(document);
         judged.judge_auto(document);
     }
     if rows.iter().any(|row| row.system == "longhaul") {
@@ -110,6 +112,14 @@ impl<'a> Judged<'a> {
             let limit = both.map_or(0.0, |(_, theirs)| theirs);
             document.add_check(&check, both.map(|(own, _)| own), Sense::AtLeast, limit);
         }
+    }
+
+    /// Judges a strategy after whose switchover content is missing, with early release.
+    fn judge_early(&self, document: &mut Document) {
+        let Some(own) = self.of(EARLY) else { return };
+        let limit_ms = ROUND_TRIPS_EARLY * self.link.rtt_ms + ALLOWANCE_MS;
+        let check = format!("downtime_ms.{EARLY}_{}", self.name);
+        document.add_check(&check, downtime_ms(&own), Sense::AtMost, limit_ms);
     }
 
     /// Compares `auto` with the strategies that it may choose.
@@ -222,6 +232,7 @@ mod tests {
             forced,
             theirs(PeerSystem::PostcopyAtOnce, (15.0, 600.0, 60.0)),
             row(["longhaul", "hybrid"], FAR, (9.0, 240.0, 70.0)),
+            row(["longhaul", EARLY], FAR, (9.0, 190.0, 70.0)),
         ];
         let checks = judged(&rows);
         let hybrid = of(&checks, "downtime_ms.hybrid_100mbit_20ms_max_1_4");
@@ -230,6 +241,8 @@ mod tests {
         assert_eq!(postcopy, (Some(240.0), 180.0, false));
         let far = of(&checks, "downtime_ms.hybrid_100mbit_100ms_max_1_4");
         assert_eq!(far, (Some(240.0), 300.0, true));
+        let early = of(&checks, "downtime_ms.hybrid-early_100mbit_100ms_max_1_4");
+        assert_eq!(early, (Some(190.0), 200.0, true));
         let name = "downtime_vs_qemu_postcopy.hybrid_100mbit_20ms_max_1_4";
         assert_eq!(of(&checks, name), (Some(0.425), 0.5, true));
         let name = "downtime_vs_qemu_postcopy.postcopy_100mbit_20ms_max_1_4";
@@ -245,7 +258,7 @@ mod tests {
         assert!(of(&checks, "not_completed.longhaul").2);
         // Without a baseline over the far link nothing is compared there, and without `auto` it is
         // not judged.
-        assert_eq!(checks.len(), 12);
+        assert_eq!(checks.len(), 13);
     }
 
     #[test]

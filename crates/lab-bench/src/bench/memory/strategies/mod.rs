@@ -21,7 +21,7 @@ pub(in crate::bench) const BENCH: Bench = Bench {
     name: "strategies",
     about: "a guest that writes memory at a fixed rate or as fast as it can, moved by each of \
             Longhaul's strategies and by QEMU's pre-copy and post-copy",
-    minutes: (48, 6),
+    minutes: (51, 6),
     run,
 };
 
@@ -29,6 +29,17 @@ pub(in crate::bench) const BENCH: Bench = Bench {
 const STRATEGIES: &[&str] = &["precopy", "hybrid", "postcopy", AUTO];
 /// The strategy that leaves the choice to the agent.
 const AUTO: &str = "auto";
+/// `hybrid` with `--early-release`, measured for the checks.
+const EARLY: &str = "hybrid-early";
+
+/// Returns the options of a move by a strategy of this bench.
+pub(super) fn words(strategy: &str) -> Vec<&str> {
+    match strategy {
+        EARLY => vec!["--strategy", "hybrid", "--early-release"],
+        other => vec!["--strategy", other],
+    }
+}
+
 /// QEMU's own ways, in the order of the rows.
 const PEERS: [PeerSystem; 4] = [
     PeerSystem::Default,
@@ -197,8 +208,10 @@ fn is_measured(
     (link, is_first): (LinkSpec, bool),
     (options, repeat): (&Options, u32),
 ) -> bool {
-    let System::Peer(peer) = system else {
-        return true;
+    let peer = match system {
+        System::Peer(peer) => peer,
+        System::Strategy(EARLY) => return FEW_KINDS.contains(&kind) || !options.system.is_empty(),
+        _ => return true,
     };
     let is_hopeless = peer.strategy() == "precopy" && kind.outpaces(link);
     let is_asked = is_first || !options.system.is_empty() || PEERS_OF_CHECKS.contains(&peer);
@@ -230,7 +243,9 @@ fn case(asked: &Asked<'_>, kind: Kind, link: LinkSpec, (name, repeat): (&str, u3
 /// Returns the systems selected by name, or else the usual ones. A baseline that the chosen QEMU
 /// lacks runs with the newer one, if that is installed.
 fn systems(options: &Options, qemu: &str, has_newer: bool) -> Result<Vec<System>, LabError> {
-    let strategies = STRATEGIES.iter().copied().map(System::Strategy);
+    let early = (!options.quick || !options.system.is_empty()).then_some(&EARLY);
+    let strategies = STRATEGIES.iter().chain(early).copied();
+    let strategies = strategies.map(System::Strategy);
     let runs = |peer: PeerSystem| peer.is_in(qemu) || has_newer;
     if options.system.is_empty() {
         let peers: &[PeerSystem] = match options.quick {
@@ -257,7 +272,9 @@ fn systems(options: &Options, qemu: &str, has_newer: bool) -> Result<Vec<System>
             Some(_) => {}
             None => {
                 let peers = PeerSystem::ALL.map(PeerSystem::name);
-                let names = [&["longhaul"], STRATEGIES, &peers].concat().join(", ");
+                let names = [&["longhaul"], STRATEGIES, &[EARLY], &peers]
+                    .concat()
+                    .join(", ");
                 return Err(LabError::Which(format!(
                     "this bench has no system `{name}`: it has {names}"
                 )));
@@ -299,14 +316,14 @@ mod tests {
     #[test]
     fn systems_are_strategies_and_baselines() {
         let newest = "qemu-multifd-zstd-postcopy";
-        let ours = ["precopy", "hybrid", "postcopy", "auto"];
+        let ours = ["precopy", "hybrid", "postcopy", "auto", EARLY];
         let theirs = ["qemu-default", "qemu-postcopy", "qemu-postcopy-at-once"];
         let old = [&ours[..], &theirs].concat();
         assert_eq!(chosen(&[], "10.0.2", false).unwrap(), old);
         let all = [&old[..], &[newest]].concat();
         assert_eq!(chosen(&[], "10.0.2", true).unwrap(), all);
         assert_eq!(chosen(&[], "11.1.3", false).unwrap(), all);
-        let quick = [&ours[..], &["qemu-postcopy"]].concat();
+        let quick = [&ours[..4], &["qemu-postcopy"]].concat();
         assert_eq!(chosen(&["--quick"], "10.0.2", true).unwrap(), quick);
         let some = ["--system", "hybrid,qemu-xbzrle"];
         assert_eq!(
@@ -320,7 +337,10 @@ mod tests {
         let error = chosen(&["--system", newest], "10.0.2", false).unwrap_err();
         assert!(error.to_string().contains("since 10.1"), "{error}");
         let error = chosen(&["--system", "rsync"], "10.0.2", false).unwrap_err();
-        assert!(error.to_string().contains("postcopy, auto, "), "{error}");
+        assert!(
+            error.to_string().contains("auto, hybrid-early, "),
+            "{error}"
+        );
     }
 
     #[test]
@@ -348,6 +368,9 @@ mod tests {
         assert!(is_measured(default, slow, (link, false), (&asked, 1)));
         let ours = System::Strategy("precopy");
         assert!(is_measured(ours, fast, (link, false), (&none, 3)));
+        let early = System::Strategy(EARLY);
+        assert!(is_measured(early, slow, (link, true), (&none, 3)));
+        assert!(!is_measured(early, fast, (link, true), (&none, 1)));
     }
 
     #[test]
