@@ -91,7 +91,7 @@ impl Machine {
         let number = self.records.number(record.clone());
         let attempt = &mut world.attempts[index];
         let it = &mut attempt.sides[side];
-        let (mut room, mut misses) = (true, false);
+        let (mut room, mut present) = (true, false);
         match ending {
             Ending::Well => {
                 if !self.setting.variant.skips(&record) {
@@ -100,7 +100,7 @@ impl Machine {
                 }
                 let all_present = matches!(record, Record::AllPresent { .. });
                 attempt.all_present |= all_present;
-                misses = all_present && self.setting.drains && !attempt.arrived;
+                present = all_present;
             }
             Ending::FailedLost => it.tail = 0,
             Ending::FailedDurable => it.tail = number,
@@ -118,7 +118,7 @@ impl Machine {
             let event = self.written(side, record, well);
             room &= it.events.push(event);
         }
-        if misses {
+        if present && self.misses(world, index) {
             world.blame(Property::LostWrites);
         }
         if !room {
@@ -145,7 +145,12 @@ impl Machine {
         let host = world.attempts[index].host(SOURCE);
         match action {
             Do::Fence(generation) => note(world, host, generation, Holder::InDoubt),
-            Do::Cede(generation) => note(world, host, generation, Holder::Elsewhere),
+            Do::Cede(generation) => {
+                note(world, host, generation, Holder::Elsewhere);
+                if self.setting.variant == Variant::QemuEndedEarly {
+                    self.retire(world, index);
+                }
+            }
             Do::Concede(generation) => self.concede(world, host, generation),
             Do::Unfence(generation)
                 if generation.0 == u64::from(world.attempts[index].generation) =>
@@ -163,20 +168,28 @@ impl Machine {
             Do::SendCancel(_) => send(world, index, Message::Cancel),
             Do::SendOverruled(_) => send(world, index, Message::Overruled),
             Do::SendDone => send(world, index, Message::Done),
-            Do::Quit => {
-                if !world.attempts[index].all_present {
-                    world.blame(Property::RetiredEarly);
-                }
-                quit(world, host);
-            }
+            Do::Quit => self.retire(world, index),
             // Every connection begins with the question; records are written elsewhere.
             Do::Ask | Do::Write(_) | Do::Resume => {}
         }
     }
 
+    /// Ends the source's copy, and removes its memory file.
+    fn retire(&self, world: &mut World, index: usize) {
+        let attempt = &mut world.attempts[index];
+        let host = attempt.host(SOURCE);
+        attempt.following.kept = false;
+        if !attempt.all_present {
+            world.blame(Property::RetiredEarly);
+        }
+        quit(world, host);
+    }
+
     /// Resumes the guest at the source. QEMU may refuse, or not answer: it is tried again.
     fn resume_source(&mut self, world: &mut World, index: usize, ending: Ending) -> Option<()> {
-        let host = world.attempts[index].host(SOURCE);
+        let attempt = &mut world.attempts[index];
+        attempt.following.kept = false;
+        let host = attempt.host(SOURCE);
         let is_stopped = world.hosts[host].qemu.is_stopped();
         let refused = match ending {
             Ending::Well => {
@@ -231,7 +244,10 @@ impl Machine {
                 quit(world, host);
                 self.came(world, index, DestinationEvent::QemuGone);
             }
-            Do::FillMissing => self.came(world, index, DestinationEvent::AllPresent),
+            Do::FillMissing => {
+                self.end_without_memory(world, index);
+                self.came(world, index, DestinationEvent::AllPresent);
+            }
             // The arbiter's answer is a step of its own.
             Do::Claim(_) | Do::Write(_) | Do::Resume => {}
         }

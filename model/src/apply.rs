@@ -1,6 +1,6 @@
 //! Applies each possible step to the world.
 
-use crate::machine::{Machine, STORE, send};
+use crate::machine::{Left, Machine, STORE, send};
 use crate::outcome::Outcome;
 use crate::step::Step;
 use crate::variant::Variant;
@@ -37,6 +37,12 @@ impl Machine {
             Step::SeeGone { index, side } => self.see_gone(&mut next, index, side),
             Step::Retry { index, side } => self.retry(&mut next, index, side),
             Step::AllPresent { index } => self.all_present(&mut next, index),
+            Step::Serve { index } => self.serve(&mut next, index),
+            Step::Give { index } => self.give(&mut next, index),
+            Step::Place { index } => self.place(&mut next, index),
+            Step::Keep { index } => self.keep(&mut next, index),
+            Step::SayLost { index } => self.say_lost(&mut next, index),
+            Step::KillServer { index } => self.kill_server(&mut next, index),
             Step::Overrule { index, side } => self.overrule(&mut next, index, side),
             Step::Crash { .. }
             | Step::Restart { .. }
@@ -55,6 +61,7 @@ impl Machine {
             }
         };
         done?;
+        self.settle_memory(&mut next);
         self.check(&mut next);
         Some(next)
     }
@@ -78,13 +85,17 @@ impl Machine {
         (attempt.begun && host.up && it.todo.is_empty()).then_some(it)
     }
 
-    fn idle_source(&self, world: &World, index: usize) -> Option<(Side, SourceState)> {
+    pub(crate) fn idle_source(&self, world: &World, index: usize) -> Option<(Side, SourceState)> {
         let side = self.idle(world, index, SOURCE)?;
         let state = self.source_state(&side)?.clone();
         Some((side, state))
     }
 
-    fn idle_destination(&self, world: &World, index: usize) -> Option<(Side, DestinationState)> {
+    pub(crate) fn idle_destination(
+        &self,
+        world: &World,
+        index: usize,
+    ) -> Option<(Side, DestinationState)> {
         let side = self.idle(world, index, DESTINATION)?;
         let state = self.destination_state(&side)?.clone();
         Some((side, state))
@@ -185,13 +196,16 @@ impl Machine {
         if state != (DestinationState::Running { all_present: false }) || it.unwritten != 0 {
             return None;
         }
-        let attempt = &mut world.attempts[index];
-        let source = &world.hosts[attempt.host(SOURCE)];
-        let sends = !self.setting.drains || source.up;
+        let source = &world.hosts[world.attempts[index].host(SOURCE)];
+        let sends = match self.setting.left {
+            Left::Nothing => true,
+            Left::Disks => source.up,
+            Left::Memory { .. } => self.has_memory(world, index),
+        };
         if !sends && self.setting.variant != Variant::GivenUpUnasked {
             return None;
         }
-        attempt.arrived |= sends;
+        world.attempts[index].arrived |= sends && !self.setting.follows();
         self.feed_destination(world, index, OnDestination::AllPresent);
         Some(())
     }
@@ -271,7 +285,10 @@ impl Machine {
                 return None;
             }
             if state == SourceState::Done {
-                self.seen.add(Outcome::TakenBack);
+                self.seen.add(match self.setting.follows() {
+                    true => Outcome::MemoryTakenBack,
+                    false => Outcome::TakenBack,
+                });
             }
             world.attempts[index].overruled[SOURCE] = true;
             self.feed_source(world, index, OnSource::Overrule(because));
@@ -292,19 +309,24 @@ impl Machine {
         Some(())
     }
 
-    /// Gives up the blocks that only the source has: allowed to an operator who knows that it is
-    /// dead.
+    /// Gives up what only the source has: allowed to an operator who knows that the source is dead,
+    /// or that memory is of no use any more.
     fn give_up(&mut self, world: &mut World, index: usize) -> Option<()> {
         let (it, state) = self.idle_destination(world, index)?;
         let source = &world.hosts[world.attempts[index].host(SOURCE)];
         let dead = !source.up && source.destroyed && !source.qemu.is_there();
+        let lost = dead || self.is_lost(world, index);
         let gave_up = |number| matches!(self.records.record(number), Record::GaveUp { .. });
         let decided = it.journal.iter().any(gave_up) || it.unwritten != 0;
-        if !self.fetches(&state) || !dead || decided {
+        if !self.fetches(&state) || !lost || decided {
             return None;
         }
+        self.check_loss(world, index);
         world.attempts[index].arrived = true;
-        self.seen.add(Outcome::GivenUp);
+        self.seen.add(match self.setting.follows() {
+            true => Outcome::MemoryGivenUp,
+            false => Outcome::GivenUp,
+        });
         self.feed_destination(world, index, OnDestination::GiveUp(String::new()));
         Some(())
     }
@@ -595,6 +617,7 @@ impl Machine {
                     return self.go_on(world, index, DESTINATION);
                 }
                 world.hosts[host].qemu = Qemu::Loaded;
+                world.attempts[index].following.served = self.setting.follows();
                 OnDestination::Loaded
             }
             Message::Commit | Message::CommitWithLease => {

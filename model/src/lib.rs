@@ -60,6 +60,19 @@
 //! - Nothing of the source is needed once the guest runs, or the source sends what is missing, or
 //!   an operator gives it up. Product: `destination.rs` in `attempt`: `after_step`,
 //!   `destination/fetch.rs`; here: `all_present`, `give_up`.
+//! - Memory that follows is sent from the source's stopped QEMU; if that has ended, from a complete
+//!   memory file, or it is said to be lost. Product: `source/left_memory.rs`,
+//!   `source/memory_file.rs`, `source/drain.rs`; here: `give`, `say_lost`.
+//! - The memory file has all that was missing at the handover, and is used when it is durable. It
+//!   goes with the copy, or when the guest stays at the source. Product: `source/memory_copy.rs`,
+//!   `source/memory_file.rs`; here: `keep`, `retire`, `resume_source`.
+//! - A page server outlives the agent. If it is killed, the agent starts another one, which learns
+//!   from QEMU what is missing. Product: `destination/arriving_memory.rs`; here: `serve`,
+//!   `kill_server`.
+//! - Memory is here when QEMU has it, whatever was acknowledged. Product:
+//!   `destination/fetch/memory.rs`; here: `has_memory`.
+//! - A guest whose missing memory is given up is ended. Product: `destination/fetch/give_up.rs`,
+//!   `destination/fetch/memory.rs`; here: `end_without_memory`.
 //! - A destination that has COMMIT for an arbiter asks it, for a limited time, and then gives up.
 //!   Product: `handover/ledger.rs`: `claim_in_time`; here: `claim`, `abort`.
 //! - A source in doubt asks the arbiter only while its QEMU has the stopped guest. Product:
@@ -79,11 +92,13 @@
 //! host, for ever. A question or an answer of the arbiter may be lost or come late. An arbiter that
 //! is gone answers nothing: one that was restored has another store.
 //!
-//! Not modelled: the content of blocks; disks beyond their being retired; faulty or hostile peers
-//! (attempts, generations and stores of others are refused by the functions, and tested there); a
-//! third host, which may hold the lease: then the source never gets it; a right that cannot be
-//! written; time, so every time-out may happen at any moment; a reset, which changes nothing for
-//! the handover.
+//! Not modelled: the content of blocks; disks beyond their being retired; which pages are missing
+//! (one stands for all); a page server that is killed while QEMU's main loop waits for a page,
+//! after which only an operator helps; notes in `STATE/following` that are lost with their host;
+//! faulty or hostile peers (attempts, generations and stores of others are refused by the
+//! functions, and tested there); a third host, which may hold the lease: then the source never gets
+//! it; a right that cannot be written; time, so every time-out may happen at any moment; a reset,
+//! which changes nothing for the handover.
 
 mod act;
 mod apply;
@@ -91,6 +106,7 @@ pub mod explore;
 mod functions;
 mod liveness;
 mod machine;
+mod memory;
 pub mod outcome;
 pub mod plan;
 mod small;
@@ -99,6 +115,6 @@ mod tell;
 mod variant;
 mod world;
 
-pub use machine::Setting;
+pub use machine::{Left, Setting};
 pub use variant::Variant;
 pub use world::{Budget, Property};

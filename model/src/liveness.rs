@@ -203,6 +203,11 @@ fn next_step(machine: &mut Machine, world: &World, schedule: Schedule) -> Option
             Step::Stop { index },
             Step::ShutAndStay { index },
             Step::Complete { index },
+            Step::Serve { index },
+            Step::Give { index },
+            Step::Place { index },
+            Step::Keep { index },
+            Step::SayLost { index },
             Step::AllPresent { index },
         ]
     });

@@ -32,14 +32,40 @@ pub struct Setting {
     /// messages is on its way; immediate actions of an agent are not interleaved with events
     /// elsewhere, only with its death. This reduces the number of states.
     pub orderly: bool,
-    /// Blocks are missing at the destination when the guest runs there: only the source has them.
-    pub drains: bool,
+    /// What is missing at the destination when the guest runs there: only the source has it.
+    pub left: Left,
     /// There is an arbiter.
     pub arbiter: bool,
     /// Whether doubt must end, too.
     pub doubt: bool,
     /// The deliberate fault.
     pub variant: Variant,
+}
+
+/// What is missing at the destination when the guest runs there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Left {
+    /// Nothing.
+    Nothing,
+    /// Blocks of disks.
+    Disks,
+    /// Pages of memory.
+    Memory {
+        /// The source copies them to a memory file.
+        keeps: bool,
+    },
+}
+
+impl Setting {
+    /// Returns whether something is missing at the destination when the guest runs there.
+    pub(crate) fn drains(&self) -> bool {
+        self.left != Left::Nothing
+    }
+
+    /// Returns whether memory is.
+    pub(crate) fn follows(&self) -> bool {
+        matches!(self.left, Left::Memory { .. })
+    }
 }
 
 /// The arbiter's store.
@@ -243,7 +269,7 @@ impl Machine {
 
     /// Returns whether the guest runs at the destination, which fetches what is missing.
     pub(crate) fn fetches(&self, state: &DestinationState) -> bool {
-        self.setting.drains && *state == (DestinationState::Running { all_present: false })
+        self.setting.drains() && *state == (DestinationState::Running { all_present: false })
     }
 
     // Feeding.
@@ -328,7 +354,7 @@ impl Machine {
     /// Reports at once that nothing is needed any more, for a destination without a task.
     fn present(&mut self, world: &World, index: usize, side: usize) -> Option<u8> {
         let it = &world.attempts[index].sides[side];
-        if side == SOURCE || it.session || it.unwritten != 0 || self.setting.drains {
+        if side == SOURCE || it.session || it.unwritten != 0 || self.setting.drains() {
             return None;
         }
         let running = DestinationState::Running { all_present: false };
@@ -356,7 +382,7 @@ impl Machine {
                     ..Side::default()
                 };
             }
-            state if self.setting.drains && *state == running => {}
+            state if self.setting.drains() && *state == running => {}
             state if state.is_settled() && !it.session => {
                 *it = Side {
                     journal: it.journal,
@@ -399,6 +425,8 @@ impl Machine {
                 // with it.
                 world.net &= !(1 << Message::Offer.bit(index));
             }
+            // What the source has said is said again.
+            attempt.following.lost &= here != DESTINATION;
             *side = Side {
                 journal: side.journal,
                 tail: side.tail,
@@ -414,6 +442,9 @@ impl Machine {
             let side = host ^ usize::from(world.attempts[index].from);
             let went_on = self.went_on(world, index, host);
             let is_away = side == SOURCE && self.is_away(world, index, host);
+            if side == SOURCE {
+                self.sweep_file(world, index);
+            }
             self.take_up(world, index, side);
             self.leave_guest(world, index, side, (went_on, is_away));
         }
@@ -519,6 +550,11 @@ impl Machine {
         } else {
             self.destination.restore(&records, &terms)
         };
+        if side == SOURCE && *self.source.state(it.state) == SourceState::Done {
+            // An operator's statement that was not recorded binds nobody.
+            world.attempts[index].overruled[SOURCE] = false;
+        }
+        let it = &world.attempts[index].sides[side];
         if side == DESTINATION && self.setting.variant != Variant::ReadyUnseen {
             let ready = *self.destination.state(it.state) == DestinationState::Ready;
             let host = world.attempts[index].host(DESTINATION);

@@ -4,7 +4,7 @@
 use longhaul_model::explore::{Found, explore};
 use longhaul_model::outcome::{Outcome, Outcomes};
 use longhaul_model::plan::{self, Configuration};
-use longhaul_model::{Property, Variant};
+use longhaul_model::{Left, Property, Variant};
 use std::fmt::Write as _;
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -164,9 +164,15 @@ fn describe(configuration: &Configuration) -> String {
     } else {
         ""
     };
+    let memory = match setting.left {
+        Left::Memory { keeps: false } => ", memory follows",
+        Left::Memory { keeps: true } => ", memory follows and is copied to a file",
+        Left::Nothing | Left::Disks => "",
+    };
     let [a, b] = budget.crashes;
     let mut text = format!(
-        "{release} release, {guest} guest, moves {}, messages on the way {} {order}{arbiter}",
+        "{release} release, {guest} guest, moves {}, messages on the way {} {order}{arbiter}\
+         {memory}",
         setting.attempts, setting.messages,
     );
     let troubles = [
@@ -180,6 +186,7 @@ fn describe(configuration: &Configuration) -> String {
         ("lost journals", budget.lost_journals),
         ("hosts that never return", budget.buried),
         ("replaced hosts", budget.replaced),
+        ("killed page servers", budget.servers),
     ];
     for (what, times) in troubles.into_iter().filter(|(_, times)| *times > 0) {
         let _ = write!(text, ", {what} {times}");

@@ -49,11 +49,23 @@ pub enum Outcome {
     LeaseDenied,
     /// The source took the guest back with the arbiter's lease.
     GivenBackByArbiter,
+    /// All memory followed the guest.
+    MemoryFollowed,
+    /// A new page server took the place of one that was killed.
+    ServedAgain,
+    /// Memory was read from its file, because the source's QEMU had ended.
+    ReadFromFile,
+    /// The destination was told that memory is lost.
+    SaidLost,
+    /// An operator gave up missing memory.
+    MemoryGivenUp,
+    /// An operator took a guest back whose memory was missing at the destination.
+    MemoryTakenBack,
 }
 
 impl Outcome {
     /// All outcomes.
-    pub const ALL: [Outcome; 23] = [
+    pub const ALL: [Outcome; 29] = [
         Outcome::Committed,
         Outcome::AbortedBeforeRelease,
         Outcome::AbortedAfterRelease,
@@ -77,6 +89,12 @@ impl Outcome {
         Outcome::CommittedWithLease,
         Outcome::LeaseDenied,
         Outcome::GivenBackByArbiter,
+        Outcome::MemoryFollowed,
+        Outcome::ServedAgain,
+        Outcome::ReadFromFile,
+        Outcome::SaidLost,
+        Outcome::MemoryGivenUp,
+        Outcome::MemoryTakenBack,
     ];
 
     /// Returns a short description.
@@ -105,6 +123,12 @@ impl Outcome {
             Outcome::CommittedWithLease => "committed with the arbiter's lease",
             Outcome::LeaseDenied => "given up because the source had the lease",
             Outcome::GivenBackByArbiter => "given back to the source by the arbiter",
+            Outcome::MemoryFollowed => "all memory followed",
+            Outcome::ServedAgain => "a killed page server replaced",
+            Outcome::ReadFromFile => "memory read from its file",
+            Outcome::SaidLost => "memory said to be lost",
+            Outcome::MemoryGivenUp => "missing memory given up by a person",
+            Outcome::MemoryTakenBack => "taken back by a person while memory was missing",
         }
     }
 

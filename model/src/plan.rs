@@ -1,7 +1,7 @@
 //! Defines the default exploration, the additions of `--deep`, and where each broken variant must
 //! be caught.
 
-use crate::machine::Setting;
+use crate::machine::{Left, Setting};
 use crate::variant::Variant;
 use crate::world::Budget;
 
@@ -87,11 +87,47 @@ const DEEP: [Row; 8] = [
     (Runs, 2, 1, Kept, [0, 1, 0, 0, 1, 1, 1, 0, 0, 0]),
 ];
 
+/// Rows of guests whose memory follows: whether it is copied to a file, and how many page servers
+/// are killed. Explored in the same way.
+type MemoryRow = (bool, u8, Row);
+
+const MEMORY: [MemoryRow; 7] = [
+    (false, 1, (Runs, 1, 2, Any, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0])),
+    (true, 1, (Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0])),
+    (true, 1, (Runs, 1, 2, Kept, [1, 1, 0, 0, 1, 0, 0, 0, 0, 0])),
+    (true, 0, (Runs, 1, 2, Any, [0, 0, 0, 0, 1, 0, 0, 0, 0, 0])),
+    (true, 0, (Runs, 1, 2, Kept, [1, 1, 0, 0, 0, 1, 0, 0, 1, 0])),
+    (true, 1, (Runs, 1, 2, Kept, [1, 1, 0, 0, 0, 1, 1, 0, 0, 0])),
+    (true, 0, (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0])),
+];
+
+const DEEP_MEMORY: [MemoryRow; 4] = [
+    (false, 2, (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0])),
+    (true, 1, (Runs, 1, 2, Any, [1, 1, 0, 0, 1, 0, 0, 0, 0, 0])),
+    (true, 1, (Runs, 1, 2, Kept, [1, 1, 0, 0, 1, 1, 0, 0, 1, 0])),
+    (true, 1, (Runs, 2, 1, Kept, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0])),
+];
+
+/// How a row is explored.
+#[derive(Clone, Copy)]
+struct How {
+    early: bool,
+    arbiter: bool,
+    /// Whether memory follows: whether it is copied to a file, and how many page servers are
+    /// killed.
+    memory: Option<(bool, u8)>,
+}
+
 fn configuration(
     (guest, attempts, messages, order, budget): Row,
-    (early, arbiter): (bool, bool),
+    how: How,
     variant: Variant,
 ) -> Configuration {
+    let How {
+        early,
+        arbiter,
+        memory,
+    } = how;
     let [
         a,
         b,
@@ -111,7 +147,11 @@ fn configuration(
             attempts,
             messages,
             orderly: order == Kept,
-            drains: buried > 0,
+            left: match memory {
+                Some((keeps, _)) => Left::Memory { keeps },
+                None if buried > 0 => Left::Disks,
+                None => Left::Nothing,
+            },
             arbiter,
             doubt: true,
             variant,
@@ -126,20 +166,42 @@ fn configuration(
             lost_journals,
             buried,
             replaced,
+            servers: memory.map_or(0, |(_, servers)| servers),
         },
     }
 }
 
 fn both_releases(rows: &[Row], arbiter: bool) -> Vec<Configuration> {
-    let of = |row: &Row, early| configuration(*row, (early, arbiter), Variant::Genuine);
-    let both = |row: &Row| [false, true].map(|early| of(row, early));
-    rows.iter().flat_map(both).collect()
+    let rows = rows.iter().map(|row| (*row, arbiter, None));
+    of_both_releases(rows)
+}
+
+fn with_memory(rows: &[MemoryRow]) -> Vec<Configuration> {
+    let rows = rows.iter();
+    of_both_releases(rows.map(|(keeps, servers, row)| (*row, false, Some((*keeps, *servers)))))
+}
+
+fn of_both_releases(
+    rows: impl Iterator<Item = (Row, bool, Option<(bool, u8)>)>,
+) -> Vec<Configuration> {
+    let both = |(row, arbiter, memory)| {
+        [false, true].map(|early| {
+            let how = How {
+                early,
+                arbiter,
+                memory,
+            };
+            configuration(row, how, Variant::Genuine)
+        })
+    };
+    rows.flat_map(both).collect()
 }
 
 /// Returns the configurations of `make test`.
 pub fn usual() -> Vec<Configuration> {
     let mut all = both_releases(&USUAL, false);
     all.extend(both_releases(&ARBITER, true));
+    all.extend(with_memory(&MEMORY));
     all
 }
 
@@ -147,6 +209,7 @@ pub fn usual() -> Vec<Configuration> {
 pub fn deep() -> Vec<Configuration> {
     let mut all = both_releases(&DEEP, false);
     all.extend(both_releases(&DEEP_ARBITER, true));
+    all.extend(with_memory(&DEEP_MEMORY));
     all
 }
 
@@ -155,6 +218,7 @@ pub fn small() -> Vec<Configuration> {
     let row = (Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]);
     let mut all = both_releases(&[row], false);
     all.extend(both_releases(&[row], true));
+    all.extend(with_memory(&[(true, 1, row)]));
     all
 }
 
@@ -200,6 +264,18 @@ pub fn for_variant(variant: Variant) -> Configuration {
         Is::ClaimedWithoutGuest | Is::OverruledArbiter => {
             (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]))
         }
+        Is::QemuEndedEarly => (false, (Runs, 1, 2, Kept, [0; 10])),
+        Is::DoneResumes | Is::FileSwept => {
+            (false, (Runs, 1, 2, Kept, [1, 0, 0, 0, 0, 0, 0, 0, 0, 0]))
+        }
+        Is::ServerEndIsWhole | Is::AcknowledgedForgotten => {
+            (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]))
+        }
+        Is::MemoryZeroed
+        | Is::IncompleteFileUsed
+        | Is::FileOfMissing
+        | Is::FileNotOpened
+        | Is::LossUnsaid => (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 1, 0, 0, 0, 0, 0])),
         Is::PausedStarted => (false, (Paused, 1, 2, Any, [0; 10])),
         Is::CommitBeforeLoaded | Is::UnknownWithoutRecord => (true, calm),
         Is::ResumeOnTimeout
@@ -217,7 +293,21 @@ pub fn for_variant(variant: Variant) -> Configuration {
             | Is::ClaimedWithoutGuest
             | Is::OverruledArbiter
     );
-    let mut configuration = configuration(row, (early, arbiter), variant);
+    let memory = match variant {
+        Is::QemuEndedEarly | Is::DoneResumes | Is::MemoryZeroed | Is::LossUnsaid => {
+            Some((false, 0))
+        }
+        Is::ServerEndIsWhole | Is::AcknowledgedForgotten => Some((false, 1)),
+        Is::IncompleteFileUsed | Is::FileSwept | Is::FileNotOpened => Some((true, 0)),
+        Is::FileOfMissing => Some((true, 1)),
+        _ => None,
+    };
+    let how = How {
+        early,
+        arbiter,
+        memory,
+    };
+    let mut configuration = configuration(row, how, variant);
     // Variants that endanger the guest are shown to do so; those that only leave it in doubt, that.
     configuration.setting.doubt = matches!(
         variant,
@@ -234,6 +324,8 @@ pub fn for_variant(variant: Variant) -> Configuration {
             | Is::GivenUpOnce
             | Is::ClaimedWithoutGuest
             | Is::OverruledArbiter
+            | Is::AcknowledgedForgotten
+            | Is::LossUnsaid
     );
     configuration
 }

@@ -1,6 +1,6 @@
 //! Defines all possible next steps.
 
-use crate::machine::Setting;
+use crate::machine::{Left, Setting};
 use crate::variant::Variant;
 use crate::world::{ATTEMPTS, Budget, DESTINATION, Message, SOURCE};
 
@@ -56,6 +56,18 @@ pub(crate) enum Step {
     Overrule { index: usize, side: usize },
     /// An operator gives up the blocks that only the source has, which is dead.
     GiveUp { index: usize },
+    /// The destination's agent starts a page server for a QEMU whose post-copy is paused.
+    Serve { index: usize },
+    /// The source sends a page of memory, and the page server takes it.
+    Give { index: usize },
+    /// The page server gives QEMU the page.
+    Place { index: usize },
+    /// The memory file becomes complete.
+    Keep { index: usize },
+    /// The source tells the destination that it cannot read the page.
+    SayLost { index: usize },
+    /// A page server is killed.
+    KillServer { index: usize },
     /// An operator takes the right back from a host that never returns.
     Reclaim { host: usize },
     /// A lost host never returns.
@@ -128,6 +140,12 @@ fn all_steps() -> Vec<Step> {
             Step::Connect { index },
             Step::AllPresent { index },
             Step::GiveUp { index },
+            Step::Serve { index },
+            Step::Give { index },
+            Step::Place { index },
+            Step::Keep { index },
+            Step::SayLost { index },
+            Step::KillServer { index },
             Step::Stop { index },
             Step::Converge { index },
             Step::ShutAndStay { index },
@@ -212,7 +230,14 @@ impl Step {
             Step::Deliver { bit, again } => {
                 begun(Message::of(bit).1) && (budget.duplicates > 0 || !again)
             }
-            Step::GiveUp { index } => begun(index) && setting.drains,
+            Step::GiveUp { index } => begun(index) && setting.drains(),
+            Step::Serve { index } | Step::KillServer { index } => {
+                begun(index) && setting.follows() && budget.servers > 0
+            }
+            Step::Give { index } | Step::Place { index } | Step::SayLost { index } => {
+                begun(index) && setting.follows()
+            }
+            Step::Keep { index } => begun(index) && setting.left == Left::Memory { keeps: true },
             Step::Overrule { index, .. } => begun(index) && budget.lost_hosts > 0,
             Step::Connect { index }
             | Step::Abort { index, .. }
@@ -300,6 +325,12 @@ impl Step {
                 format!("{}: a person decides for {}", index + 1, SIDES[side])
             }
             Step::GiveUp { index } => format!("{}: a person gives up what is missing", index + 1),
+            Step::Serve { index } => format!("{}: a new page server serves QEMU", index + 1),
+            Step::Give { index } => format!("{}: the page server is given the page", index + 1),
+            Step::Place { index } => format!("{}: QEMU is given the page", index + 1),
+            Step::Keep { index } => format!("{}: the memory file is complete", index + 1),
+            Step::SayLost { index } => format!("{}: the page is said to be lost", index + 1),
+            Step::KillServer { index } => format!("{}: the page server is killed", index + 1),
             Step::Reclaim { host } => format!("{}: a person takes the right back", HOSTS[host]),
             Step::Bury { host } => format!("{}: the host never returns", HOSTS[host]),
             Step::Replace { host } => format!("{}: another machine is there", HOSTS[host]),

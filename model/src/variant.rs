@@ -95,11 +95,32 @@ pub enum Variant {
     GivenTwice,
     /// An operator lets the destination run a guest that the arbiter gave back.
     OverruledArbiter,
+    /// Agent: the source ends its QEMU when the guest runs at the destination, although memory is
+    /// missing there.
+    QemuEndedEarly,
+    /// A restarted source in Done resumes.
+    DoneResumes,
+    /// Agent: the destination takes the end of the page server for the end of QEMU's post-copy.
+    ServerEndIsWhole,
+    /// Agent: what a page server that was killed had taken is not asked for again.
+    AcknowledgedForgotten,
+    /// Agent: missing memory that is given up becomes zeros, and the guest goes on.
+    MemoryZeroed,
+    /// Agent: the source sends from a memory file that is not complete.
+    IncompleteFileUsed,
+    /// Agent: the memory file has what the destination lacks when it is copied.
+    FileOfMissing,
+    /// Agent: a restarted source removes a complete memory file.
+    FileSwept,
+    /// Agent: a source whose QEMU has ended does not open the memory file.
+    FileNotOpened,
+    /// Agent: a source that cannot read memory does not say so.
+    LossUnsaid,
 }
 
 impl Variant {
     /// The variants that must be caught.
-    pub const BROKEN: [Variant; 41] = [
+    pub const BROKEN: [Variant; 51] = [
         Variant::CommitWithoutJournal,
         Variant::ResumeOnTimeout,
         Variant::ReleaseBeforePostmigrate,
@@ -141,6 +162,16 @@ impl Variant {
         Variant::ClaimedWithoutGuest,
         Variant::GivenTwice,
         Variant::OverruledArbiter,
+        Variant::QemuEndedEarly,
+        Variant::DoneResumes,
+        Variant::ServerEndIsWhole,
+        Variant::AcknowledgedForgotten,
+        Variant::MemoryZeroed,
+        Variant::IncompleteFileUsed,
+        Variant::FileOfMissing,
+        Variant::FileSwept,
+        Variant::FileNotOpened,
+        Variant::LossUnsaid,
     ];
 
     /// Returns a short description of the fault.
@@ -188,6 +219,16 @@ impl Variant {
             Variant::ClaimedWithoutGuest => "given back to a source without the guest",
             Variant::GivenTwice => "one lease given twice",
             Variant::OverruledArbiter => "a person overrules the arbiter",
+            Variant::QemuEndedEarly => "the source's QEMU ended while memory is missing",
+            Variant::DoneResumes => "a restart in Done resumes",
+            Variant::ServerEndIsWhole => "a page server's end taken for all memory",
+            Variant::AcknowledgedForgotten => "a killed page server's pages not asked for again",
+            Variant::MemoryZeroed => "missing memory given up as zeros",
+            Variant::IncompleteFileUsed => "an incomplete memory file used",
+            Variant::FileOfMissing => "a memory file without what was acknowledged",
+            Variant::FileSwept => "a memory file removed at the agent's start",
+            Variant::FileNotOpened => "a complete memory file not used",
+            Variant::LossUnsaid => "lost memory not said",
         }
     }
 
@@ -255,6 +296,9 @@ impl Variant {
         let (state, mut actions) = restored;
         if self == Self::AbortedNotResumed && state == SourceState::Aborted {
             actions.retain(|action| *action != SourceAction::Resume);
+        }
+        if self == Self::DoneResumes && state == SourceState::Done {
+            actions.push(SourceAction::Resume);
         }
         if self == Self::RestartResumes && matches!(state, SourceState::Released { .. }) {
             actions.push(SourceAction::Resume);

@@ -125,6 +125,49 @@ pub(crate) enum Snapshot {
     Void,
 }
 
+/// Where a page of memory is that was missing when the destination's QEMU loaded the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) enum Page {
+    /// Only the source has it.
+    #[default]
+    Left,
+    /// The page server has it, and the source was told so.
+    Given,
+    /// QEMU has it.
+    Placed,
+    /// Nobody asks for it again, although QEMU lacks it. Only variants come here.
+    Forgotten,
+}
+
+/// The memory that follows a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct Following {
+    pub(crate) page: Page,
+    /// A page server holds QEMU's socket; otherwise QEMU's post-copy is paused.
+    pub(crate) served: bool,
+    /// The memory file is complete, durably.
+    pub(crate) kept: bool,
+    /// ... and lacks the page. Only variants come here.
+    pub(crate) hollow: bool,
+    /// The destination's agent was told that the page is lost.
+    pub(crate) lost: bool,
+}
+
+impl Following {
+    fn bits(self) -> u8 {
+        let Self {
+            page,
+            served,
+            kept,
+            hollow,
+            lost,
+        } = self;
+        let flags = [served, kept, hollow, lost].into_iter().enumerate();
+        let flags = flags.map(|(bit, flag)| u8::from(flag) << (2 + bit));
+        flags.fold(page as u8, |all, flag| all | flag)
+    }
+}
+
 /// What a source that has yet to offer its guest does next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) enum Preparing {
@@ -146,6 +189,7 @@ pub(crate) struct Attempt {
     pub(crate) offered_to: [u8; 2],
     /// Blocks that only the source had have arrived, or were given up by an operator.
     pub(crate) arrived: bool,
+    pub(crate) following: Following,
     /// The source releases the guest to the arbiter.
     pub(crate) arbitrated: bool,
     /// The source's host.
@@ -186,6 +230,8 @@ pub struct Budget {
     pub buried: u8,
     /// Times that another machine takes the place of a destination.
     pub replaced: u8,
+    /// Page servers that are killed.
+    pub servers: u8,
 }
 
 /// A property of the handover that may be violated.
@@ -205,6 +251,8 @@ pub enum Property {
     RunningQuit,
     /// Both journals of an attempt claim the right to run.
     TwoClaims,
+    /// Memory is said to be lost, or given up, although it can be read.
+    FalseLoss,
     /// Doubt does not end.
     Doubt,
     /// The model's own limits were reached.
@@ -213,7 +261,7 @@ pub enum Property {
 
 impl Property {
     /// All properties, as they are printed.
-    pub const ALL: [Property; 9] = [
+    pub const ALL: [Property; 10] = [
         Property::TwoCopies,
         Property::OldCopy,
         Property::LostWrites,
@@ -221,6 +269,7 @@ impl Property {
         Property::RetiredEarly,
         Property::RunningQuit,
         Property::TwoClaims,
+        Property::FalseLoss,
         Property::Doubt,
         Property::Capacity,
     ];
@@ -235,6 +284,7 @@ impl Property {
             Property::RetiredEarly => "a copy is retired after a durable ALL-PRESENT only",
             Property::RunningQuit => "no agent ends a copy that runs",
             Property::TwoClaims => "one journal claims the right to run, at most",
+            Property::FalseLoss => "memory is said to be lost only if it is",
             Property::Doubt => "doubt ends when losses and crashes do",
             Property::Capacity => "(everything fitted into the model)",
         }
@@ -348,6 +398,7 @@ impl World {
                 preparing,
                 offered_to: [lives, identity],
                 arrived,
+                following,
                 arbitrated,
                 from,
                 generation,
@@ -372,7 +423,7 @@ impl World {
                 preparing,
                 peer[0],
                 peer[1],
-                0,
+                following.bits(),
             ];
             hash.fold(bytes(numbers));
             sides.iter().for_each(|side| side.fold(&mut hash));
@@ -387,10 +438,15 @@ impl World {
             lost_journals,
             buried,
             replaced,
+            servers,
         } = *budget;
         let broken = broken.map_or(0, |property| 1 + property as u8);
         let rare = u64::from(buried) << 56 | u64::from(replaced) << 48;
-        hash.fold(rare | u64::from(*net) << 16 | u64::from(*newest) << 8 | u64::from(broken));
+        hash.fold(
+            rare | u64::from(*net) << 16
+                | u64::from(*newest | servers << 4) << 8
+                | u64::from(broken),
+        );
         let rest = [failed_writes, duplicates, surprises, lost_hosts];
         let [c, d, e, f] = rest;
         hash.fold(bytes([a, b, c, d, e, f, boots, lost_journals]));
