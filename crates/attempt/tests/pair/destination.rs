@@ -2,7 +2,7 @@
 
 use crate::source::began;
 use crate::variant::Variant;
-use crate::world::{DISK, Holder, In, Item, Packet, Qemu, Side, World};
+use crate::world::{Frame, Holder, In, Item, Packet, Qemu, Side, World};
 use longhaul_attempt::Destination;
 use longhaul_attempt::destination::{Action, Config, Event, FromSource, Note};
 use longhaul_attempt::source::Claimed;
@@ -33,10 +33,13 @@ impl World {
             everything: false,
             fetching: false,
             wake: None,
+            server: None,
+            whole: false,
+            lost: false,
         }
     }
 
-    fn in_of(&self, attempt: u32) -> Option<usize> {
+    pub(crate) fn in_of(&self, attempt: u32) -> Option<usize> {
         self.inn.iter().position(|inn| inn.attempt == attempt)
     }
 
@@ -69,6 +72,7 @@ impl World {
             exports: true,
         });
         (host.missing, host.unsynced, host.content) = (0, 0, [0; 8]);
+        host.server = None;
         let core = Destination::new(self.destination_config(attempt));
         let mut inn = self.inn(core, attempt);
         inn.conn = Some(conn);
@@ -178,6 +182,16 @@ impl World {
         self.inn[n].core.handle(event, self.now);
     }
 
+    fn decline(&mut self, n: usize) {
+        if let Some(conn) = self.inn[n].caller.take() {
+            let attempt = self.inn[n].core.terms().attempt;
+            let state = self.inn[n].core.attempt_state();
+            let status = ToSource::Status { attempt, state };
+            self.transmit(conn, Side::A, Packet::ToA(status));
+            self.close(conn, Side::A);
+        }
+    }
+
     fn take_caller(&mut self, n: usize) {
         let caller = self.inn[n].caller.take();
         if let Some(old) = std::mem::replace(&mut self.inn[n].conn, caller) {
@@ -189,6 +203,11 @@ impl World {
         match action {
             Action::Take => self.take_caller(n),
             Action::Accept(epoch) => {
+                self.serve(attempt);
+                if self.inn[n].fetching && !self.listens(n) {
+                    self.decline(n);
+                    return self.handle_b(n, Event::Accepted(false));
+                }
                 self.take_caller(n);
                 let inn = &mut self.inn[n];
                 inn.epoch = epoch;
@@ -200,15 +219,7 @@ impl World {
                 }
                 self.handle_b(n, Event::Accepted(true));
             }
-            Action::Decline => {
-                if let Some(conn) = self.inn[n].caller.take() {
-                    let attempt = self.inn[n].core.terms().attempt;
-                    let state = self.inn[n].core.attempt_state();
-                    let status = ToSource::Status { attempt, state };
-                    self.transmit(conn, Side::A, Packet::ToA(status));
-                    self.close(conn, Side::A);
-                }
-            }
+            Action::Decline => self.decline(n),
             Action::Hangup => {
                 if let Some(conn) = self.inn[n].conn.take() {
                     self.close(conn, Side::A);
@@ -225,12 +236,19 @@ impl World {
                 }
             }
             Action::SendMissing => {
+                self.inn[n].lost = false;
+                let Some(missing) = self.missing_b(n) else {
+                    if let Some(conn) = self.inn[n].conn.take() {
+                        self.close(conn, Side::A);
+                    }
+                    return self.handle_b(n, Event::Lost { meant: None });
+                };
                 if let Some(conn) = self.inn[n].conn {
-                    let missing = self.hosts[1].missing;
                     self.transmit(conn, Side::A, Packet::Missing(missing));
                 }
             }
             Action::Load => {
+                self.load_without(n);
                 let agent = self.hosts[1].agent;
                 self.after(1, 50, Item::Loaded(attempt, agent));
                 self.after(1, 100, Item::Settled(attempt, agent));
@@ -279,7 +297,7 @@ impl World {
             Action::Quit => {
                 let variant = self.variant;
                 let host = self.b();
-                (host.missing, host.unsynced) = (0, 0);
+                (host.missing, host.unsynced, host.server) = (0, 0, None);
                 if variant == Variant::ExportsEndLate {
                     let had = host.qemu.take().is_some_and(|qemu| qemu.exports);
                     host.exports_left |= had;
@@ -299,12 +317,14 @@ impl World {
             }
             Action::Fetch => {
                 self.inn[n].fetching = true;
+                self.fetch_memory(n);
                 if let Some(conn) = self.inn[n].conn {
                     self.transmit(conn, Side::A, Packet::Summary);
                 }
                 self.may_be_present();
             }
             Action::FillMissing => {
+                self.end_without_memory();
                 let missing = self.hosts[1].missing;
                 for block in (0..self.truth.len()).filter(|block| missing & 1 << block != 0) {
                     (self.truth[block], self.hosts[1].content[block]) = (0, 0);
@@ -380,7 +400,7 @@ impl World {
         }
         let Some(n) = self.in_of(attempt) else { return };
         if let Packet::Frame(epoch, frame, block, version) = packet {
-            return self.frame(n, conn, epoch, (frame, block, version));
+            return self.frame(n, conn, (epoch, frame, block, version));
         }
         if self.inn[n].conn != Some(conn) {
             return;
@@ -394,6 +414,9 @@ impl World {
                     self.say(|| "B hears Start".to_owned());
                 }
             }
+            Packet::Unreadable(block) if self.hosts[1].missing & (1 << block) != 0 => {
+                self.inn[n].lost = true;
+            }
             Packet::Complete(epoch, frames, missing) if epoch == self.inn[n].epoch => {
                 self.inn[n].complete = Some((epoch, frames, missing));
                 self.may_be_everything(n);
@@ -402,13 +425,17 @@ impl World {
         }
     }
 
-    fn frame(&mut self, n: usize, conn: u32, epoch: Epoch, frame: (u64, u8, u32)) {
+    fn frame(&mut self, n: usize, conn: u32, frame: Frame) {
+        let (epoch, number, block, version) = frame;
         let current = epoch == self.inn[n].epoch && self.inn[n].conn == Some(conn);
         if !current && self.variant != Variant::OldFramesApplied {
             return;
         }
-        let (number, block, version) = frame;
         let bit = 1 << block;
+        let later = self.inn[n].everything || self.inn[n].fetching;
+        if later && self.is_page(block) {
+            return self.page(n, conn, frame);
+        }
         let inn = &self.inn[n];
         let receiving = matches!(inn.core.state(), DestinationState::Receiving { .. });
         if receiving && !inn.everything {
@@ -439,7 +466,7 @@ impl World {
         inn.everything = true;
         let attempt = inn.attempt;
         let host = self.b();
-        host.missing = missing & DISK;
+        host.missing = missing;
         self.tell_b(attempt, Event::Everything);
     }
 
@@ -448,7 +475,7 @@ impl World {
         let Some(n) = self.inn.iter().position(|inn| inn.fetching) else {
             return;
         };
-        if self.hosts[1].missing != 0 || !self.inn[n].core.is_fetching() {
+        if self.lacks(n) != 0 || !self.inn[n].core.is_fetching() {
             return;
         }
         if self.variant == Variant::PresentBeforeDurable {
@@ -462,14 +489,11 @@ impl World {
     pub(crate) fn synced(&mut self, blocks: u8) {
         let host = self.b();
         host.unsynced &= !blocks;
-        if host.missing != 0 || !host.up {
-            return;
-        }
-        let fetching = self
-            .inn
-            .iter()
-            .find(|inn| inn.fetching && inn.core.is_fetching());
-        if let Some(attempt) = fetching.map(|inn| inn.attempt) {
+        let up = host.up;
+        let mut inns = self.inn.iter();
+        let fetching = inns.position(|inn| inn.fetching && inn.core.is_fetching());
+        if let Some(n) = fetching.filter(|n| up && self.lacks(*n) == 0) {
+            let attempt = self.inn[n].attempt;
             match self.hosts[1].unsynced {
                 0 => self.tell_b(attempt, Event::AllPresent),
                 _ => self.may_be_present(),

@@ -1,7 +1,7 @@
 //! What goes wrong, and when, by seed.
 
 use crate::variant::Variant;
-use crate::world::{DISK, Rng, Side, ms};
+use crate::world::{DISK, MEMORY, Rng, Side, ms};
 use std::time::Duration;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,6 +29,10 @@ pub(crate) enum Fault {
     FetchTrouble,
     /// The arbiter cannot be asked for a while.
     ArbiterDown(u64),
+    /// The page server is killed.
+    KillServer,
+    /// A QEMU is killed while memory follows.
+    KillQemu(Side),
 }
 
 /// The parameters of one run.
@@ -36,8 +40,16 @@ pub(crate) enum Fault {
 pub(crate) struct Plan {
     pub(crate) early: bool,
     pub(crate) verify: bool,
-    /// Disk blocks that are only sent after the commit.
+    /// Blocks that are only sent after the commit.
     pub(crate) later: u8,
+    /// Memory that follows is copied to a file.
+    pub(crate) keeps: bool,
+    /// The time that this takes at most.
+    pub(crate) keep_ms: u64,
+    /// The time that the page server and QEMU each take for a page at most.
+    pub(crate) page_ms: u64,
+    /// What happens, and how long after the nth page has reached the page server.
+    pub(crate) page_faults: Vec<(u32, Duration, Fault)>,
     pub(crate) delay_ms: u64,
     pub(crate) guest_steps: u32,
     pub(crate) patience: Duration,
@@ -110,7 +122,7 @@ impl Plan {
             2 => DISK,
             _ => (rng.below(16) as u8) << 4,
         };
-        Self {
+        let mut plan = Self {
             early: rng.one_in(2),
             verify: rng.one_in(3),
             later,
@@ -139,6 +151,44 @@ impl Plan {
             arbiter: rng.one_in(2),
             requires_arbiter: rng.one_in(6),
             hopeless,
+            keeps: false,
+            keep_ms: 0,
+            page_ms: 0,
+            page_faults: Vec::new(),
+        };
+        plan.follow(rng);
+        plan
+    }
+
+    /// Lets memory follow, in some runs.
+    fn follow(&mut self, rng: &mut Rng) {
+        if !rng.one_in(3) {
+            return;
+        }
+        self.later |= 1 + rng.below(u64::from(MEMORY)) as u8;
+        if rng.one_in(2) {
+            self.later &= MEMORY;
+        }
+        self.keeps = !rng.one_in(3);
+        self.keep_ms = [20, 4000][rng.below(2) as usize];
+        self.page_ms = [5, 500, 3000][rng.below(3) as usize];
+        for _ in 0..rng.below(5) {
+            let fault = match rng.below(18) {
+                0 | 1 => Fault::Cut,
+                2 | 3 => Fault::Crash(Side::A),
+                4 | 5 => Fault::Crash(Side::B),
+                6..9 => Fault::KillServer,
+                9..13 => Fault::KillQemu(Side::A),
+                13 => Fault::KillQemu(Side::B),
+                14 => Fault::PowerCut(Side::A),
+                15 => Fault::PowerCut(Side::B),
+                16 => Fault::FetchTrouble,
+                _ => Fault::Die(side(rng)),
+            };
+            self.hopeless |= matches!(fault, Fault::Die(_));
+            let page = rng.below(4) as u32;
+            let after = ms(if rng.one_in(2) { rng.below(2500) } else { 0 });
+            self.page_faults.push((page, after, fault));
         }
     }
 }

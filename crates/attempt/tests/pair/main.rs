@@ -5,6 +5,7 @@
 
 mod destination;
 mod faults;
+mod memory;
 mod run;
 mod source;
 mod variant;
@@ -91,6 +92,7 @@ fn guests_move_and_stay_and_return() {
     let mut restarted = 0;
     let mut again = 0;
     let mut arbitrated = [0; 2];
+    let mut memory = [0; 4];
     for seed in 0..seeds {
         let world = run(seed, Variant::Genuine, false);
         moved += u32::from(world.running(world::Side::B));
@@ -99,12 +101,23 @@ fn guests_move_and_stay_and_return() {
         again += u32::from(world.attempts > 1);
         arbitrated[0] += world.arbitrated[0];
         arbitrated[1] += world.arbitrated[1];
+        let seen = world.seen;
+        let of_memory = [seen.followed, seen.replaced, seen.from_file, seen.given_up];
+        for (count, seen) in memory.iter_mut().zip(of_memory) {
+            *count += u32::from(seen);
+        }
     }
+    let [followed, replaced, from_file, given_up] = memory;
     say(&format!(
         "of {seeds} runs {moved} moved, {stayed} stayed, {restarted} restarted an agent, {again} \
          tried again; the arbiter let {} move and gave {} back",
         arbitrated[1], arbitrated[0]
     ));
+    say(&format!(
+        "memory followed in {followed} runs; {replaced} replaced a page server, {from_file} read \
+         a memory file, {given_up} gave memory up"
+    ));
+    assert!(followed > 300 && replaced > 20 && from_file > 0 && given_up > 20);
     assert!(arbitrated[1] > 200 && arbitrated[0] > 2);
     assert!(moved > 600 && stayed > 200 && restarted > 600 && again > 100);
 }

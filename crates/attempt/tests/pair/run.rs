@@ -94,6 +94,21 @@ impl World {
                 self.claimed(side, attempt, agent, claimed);
             }
             Item::Operator => self.operator(),
+            Item::Take(server, agent, conn, frame) => self.take_page(server, agent, conn, frame),
+            Item::Place(server, frame) => self.place_page(server, frame),
+            Item::ServerGone(server, attempt, agent) if agent == self.hosts[1].agent => {
+                self.server_gone(server, attempt);
+            }
+            Item::ServerGone(..) => {}
+            Item::Serve(attempt, agent) if agent == self.hosts[1].agent => self.serve(attempt),
+            Item::Serve(..) => {}
+            Item::Kept(attempt, agent) if agent == self.hosts[0].agent => self.kept(attempt),
+            Item::Kept(..) => {}
+            Item::LookAtDrain(attempt, agent) if agent == self.hosts[0].agent => {
+                self.look_at_drain(attempt);
+            }
+            Item::LookAtDrain(..) => {}
+            Item::LookAtMemory => self.look_at_memory(),
             Item::Chatter => {
                 let conns = self
                     .out
@@ -232,7 +247,7 @@ impl World {
 
     // Faults.
 
-    fn fault(&mut self, fault: Fault) {
+    pub(crate) fn fault(&mut self, fault: Fault) {
         self.say(|| format!("fault: {fault:?}"));
         let now = self.now;
         match fault {
@@ -268,6 +283,8 @@ impl World {
                     self.tell_b(attempt, destination::Event::GiveUp("cancelled".to_owned()));
                 }
             }
+            Fault::KillServer => self.kill_server(),
+            Fault::KillQemu(side) => self.kill_qemu(side),
             Fault::ArbiterDown(long) => self.arbiter_down_until = now + ms(long),
             Fault::FetchTrouble => {
                 for attempt in self.inn.iter().map(|inn| inn.attempt).collect::<Vec<_>>() {
@@ -349,11 +366,15 @@ impl World {
         }
         let host = self.host(side);
         host.qemu = None;
+        host.server = None;
         host.exports_left = false;
         host.missing |= host.unsynced;
         host.unsynced = 0;
         if side == Side::B && !self.hosts[0].image && self.hosts[1].missing != 0 {
             self.fail("blocks are lost with the power of the destination");
+        }
+        if self.plan.page_ms > 0 {
+            self.after(60_000, 61_000, Item::LookAtMemory);
         }
         self.crash(side);
     }
@@ -369,6 +390,7 @@ impl World {
         let host = self.host(side);
         host.dead = true;
         host.qemu = None;
+        host.server = None;
         self.after(60_000, 61_000, Item::Operator);
     }
 
@@ -395,6 +417,10 @@ impl World {
         } else if !self.running(Side::B)
             && let Some(attempt) = self.in_doubt()
         {
+            if self.guest_dead {
+                // What the guest did at a host that has lost its power and journals is lost.
+                self.truth = self.hosts[0].content;
+            }
             // Its copy, if there is one, is fenced.
             self.b().qemu = None;
             self.tell_a(attempt, source::Event::Overrule("dead".to_owned()));
@@ -415,7 +441,10 @@ impl World {
             if self.hosts[1].dead && !self.running(Side::A) && self.hosts[0].qemu.is_some() {
                 self.fail("the guest runs nowhere");
             }
-            if self.hosts[0].dead && self.running(Side::B) && self.hosts[1].missing != 0 {
+            // Without its journal nothing can be given up.
+            let known = self.hosts[1].incarnation == 1;
+            let missing = self.running(Side::B) && self.hosts[1].missing != 0;
+            if self.hosts[0].dead && known && missing {
                 self.fail("blocks are missing for ever");
             }
             return;

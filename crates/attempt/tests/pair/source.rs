@@ -1,7 +1,7 @@
 //! The source's owner in this world: does what the core says, and reports what came of it.
 
 use crate::variant::Variant;
-use crate::world::{DISK, Holder};
+use crate::world::{Holder, MEMORY};
 use crate::world::{Item, Out, Packet, Side, World, ms};
 use longhaul_attempt::Source;
 use longhaul_attempt::source::{Action, Claimed, Config, DialError, Event, FromDestination, Note};
@@ -125,6 +125,9 @@ impl World {
             stopping: false,
             announced: false,
             wake: None,
+            loading: false,
+            begins_with_missing: false,
+            goes_on: false,
         }
     }
 
@@ -295,8 +298,11 @@ impl World {
                 take_back(&mut self.out[n]);
                 self.out[n].sending = false;
             }
+            Action::Drain if self.may_go_on(n) => self.go_on_draining(n),
             Action::Drain => {
+                self.keep_memory(attempt);
                 let out = &mut self.out[n];
+                out.goes_on = false;
                 (out.draining, out.sending, out.tracks, out.dirty) = (true, false, 0, 0);
                 out.in_flight.clear();
                 if self.variant == Variant::RetiredOnCommit {
@@ -345,6 +351,7 @@ impl World {
                 );
             }
             Action::Resume => {
+                self.a().file = None;
                 self.resume_due = None;
                 let stopped = self.hosts[0]
                     .qemu
@@ -387,7 +394,7 @@ impl World {
     }
 
     /// The source's copy goes.
-    fn retire(&mut self) {
+    pub(crate) fn retire(&mut self) {
         if self.hosts[1].missing | self.hosts[1].unsynced != 0 {
             self.fail("the source's copy goes while blocks are missing");
         }
@@ -396,6 +403,7 @@ impl World {
         }
         self.a().qemu = None;
         self.a().image = false;
+        self.a().file = None;
     }
 
     // What arrives.
@@ -472,7 +480,16 @@ impl World {
                 self.tell_a(attempt, Event::Message(message));
             }
             // The last message of a destination that had the memory: it fetches now.
+            Packet::Summary if self.out[n].goes_on => {}
             Packet::Summary if self.out[n].draining => self.tell_a(attempt, Event::Reconnect),
+            Packet::Loading => {
+                let later = self.plan.later & MEMORY;
+                let out = &mut self.out[n];
+                if !out.draining && !out.loading {
+                    (out.loading, out.dirty) = (true, out.dirty | later);
+                    self.pump(n);
+                }
+            }
             Packet::Accepted => {
                 self.tell_a(attempt, Event::Message(FromDestination::Accepted));
             }
@@ -482,7 +499,7 @@ impl World {
             }
             Packet::Missing(missing) if self.out[n].draining && self.hosts[0].image => {
                 let out = &mut self.out[n];
-                (out.dirty, out.sending) = (missing & DISK, true);
+                (out.dirty, out.sending, out.goes_on) = (missing, true, false);
                 out.in_flight.clear();
                 self.pump(n);
             }
@@ -498,6 +515,7 @@ impl World {
         let event = match packet {
             Packet::Resumed(state) => {
                 take(&mut self.out[n]);
+                self.out[n].begins_with_missing = state == AttemptState::Committed;
                 let epoch = self.conns[conn as usize].epoch;
                 let state = Some(state);
                 Event::Connected { epoch, state }
@@ -552,9 +570,15 @@ impl World {
         while self.out[n].sending && self.out[n].in_flight.len() < WINDOW && self.out[n].dirty != 0
         {
             let block = self.out[n].dirty.trailing_zeros() as u8;
-            let version = self.hosts[0].content[usize::from(block)];
+            let version = self.read_a(block);
             let out = &mut self.out[n];
             out.dirty &= !(1 << block);
+            let Some(version) = version else {
+                if self.variant != Variant::LossUnsaid {
+                    self.transmit(conn, Side::B, Packet::Unreadable(block));
+                }
+                continue;
+            };
             out.frames += 1;
             let frame = out.frames;
             out.in_flight.push((frame, block));
@@ -627,6 +651,14 @@ impl World {
             records.any(|r| matches!(r, Record::Aborted { .. } | Record::Overruled { .. }))
         };
         for (attempt, records) in &journals {
+            let done = matches!(records.last(), Some(Record::Done { .. }));
+            if let Some(qemu) = &mut self.hosts[0].qemu
+                && done
+                && self.variant == Variant::DoneResumes
+            {
+                qemu.running = true;
+                self.check();
+            }
             let another = journals
                 .iter()
                 .any(|(other, records)| other != attempt && released(records) && !back(records));

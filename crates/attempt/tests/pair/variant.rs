@@ -47,10 +47,26 @@ pub(crate) enum Variant {
     LeaseGivenTwice,
     /// The destination takes the arbiter's answer for given.
     LeaseSkipped,
+    /// The destination takes the end of the page server for the end of QEMU's post-copy.
+    ServerEndIsWhole,
+    /// What a page server that was killed had acknowledged is not asked for again.
+    AcknowledgedForgotten,
+    /// Missing memory that is given up becomes zeros, and the guest goes on.
+    MemoryZeroed,
+    /// The source sends from a memory file that is not complete.
+    IncompleteFileUsed,
+    /// The memory file has what was not acknowledged when it was copied.
+    FileOfMissing,
+    /// A restarted source in Done resumes the guest.
+    DoneResumes,
+    /// A source that cannot read memory does not say so.
+    LossUnsaid,
+    /// Nobody starts another page server.
+    ServerNotReplaced,
 }
 
 impl Variant {
-    pub(crate) const BROKEN: [Variant; 21] = [
+    pub(crate) const BROKEN: [Variant; 29] = [
         Variant::OtherJournals,
         Variant::NameFreedEarly,
         Variant::ResumeForgotten,
@@ -72,5 +88,13 @@ impl Variant {
         Variant::NoWayBackAfterCommit,
         Variant::LeaseGivenTwice,
         Variant::LeaseSkipped,
+        Variant::ServerEndIsWhole,
+        Variant::AcknowledgedForgotten,
+        Variant::MemoryZeroed,
+        Variant::IncompleteFileUsed,
+        Variant::FileOfMissing,
+        Variant::DoneResumes,
+        Variant::LossUnsaid,
+        Variant::ServerNotReplaced,
     ];
 }

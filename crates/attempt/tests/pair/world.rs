@@ -15,6 +15,7 @@ use std::time::Duration;
 /// Blocks of the guest: the first half is memory, the second half is disk.
 pub(crate) const BLOCKS: usize = 8;
 pub(crate) const DISK: u8 = 0xf0;
+pub(crate) const MEMORY: u8 = 0x0f;
 
 pub(crate) fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -69,6 +70,23 @@ pub(crate) struct Qemu {
     pub(crate) exports: bool,
 }
 
+/// The process that holds QEMU's socket while memory follows. It outlives the agent.
+#[derive(Debug, Clone)]
+pub(crate) struct PageServer {
+    pub(crate) number: u32,
+    /// Blocks that it has taken, and QEMU has not got from it.
+    pub(crate) taken: u8,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct MemoryFile {
+    /// The agent that copies it.
+    pub(crate) agent: u32,
+    pub(crate) blocks: u8,
+    pub(crate) content: [u32; BLOCKS],
+    pub(crate) complete: bool,
+}
+
 /// The durable part of a host, and its agent.
 pub(crate) struct Host {
     pub(crate) journals: BTreeMap<u32, Vec<Record>>,
@@ -79,6 +97,10 @@ pub(crate) struct Host {
     pub(crate) missing: u8,
     /// Blocks that have arrived and are not durable yet.
     pub(crate) unsynced: u8,
+    /// The page server of a guest whose memory follows.
+    pub(crate) server: Option<PageServer>,
+    /// The memory file of a guest that has left.
+    pub(crate) file: Option<MemoryFile>,
     /// The image is complete, or the source of what the other host misses.
     pub(crate) image: bool,
     /// Exports that were not ended with their QEMU.
@@ -114,6 +136,8 @@ impl Host {
             content: [0; BLOCKS],
             missing: 0,
             unsynced: 0,
+            server: None,
+            file: None,
             image: side == Side::A,
             exports_left: false,
             incarnation: 1,
@@ -152,6 +176,12 @@ pub(crate) struct Out {
     pub(crate) stopping: bool,
     pub(crate) announced: bool,
     pub(crate) wake: Option<Duration>,
+    /// The destination loads the guest: memory that follows may travel.
+    pub(crate) loading: bool,
+    /// The connection began with the lists of missing blocks.
+    pub(crate) begins_with_missing: bool,
+    /// The drain began over the connection that the destination had READY on.
+    pub(crate) goes_on: bool,
 }
 
 /// The destination's owner.
@@ -166,6 +196,12 @@ pub(crate) struct In {
     pub(crate) everything: bool,
     pub(crate) fetching: bool,
     pub(crate) wake: Option<Duration>,
+    /// The number of the page server that it is connected to.
+    pub(crate) server: Option<u32>,
+    /// It takes all memory for present.
+    pub(crate) whole: bool,
+    /// The source has said that it cannot read memory.
+    pub(crate) lost: bool,
 }
 
 /// A connection: what is under way on it is lost when it is cut.
@@ -194,6 +230,9 @@ pub(crate) enum Packet {
     Refused,
     Noise,
     Summary,
+    /// QEMU is about to load the guest.
+    Loading,
+    Unreadable(u8),
 }
 
 #[derive(Debug, Clone)]
@@ -221,7 +260,24 @@ pub(crate) enum Item {
     ExportsEnd(u32),
     Operator,
     Chatter,
+    /// A page reaches the page server: its number, the agent, the frame's connection.
+    Take(u32, u32, u32, Frame),
+    /// The page server gives QEMU a page.
+    Place(u32, Frame),
+    /// The destination's agent sees that the page server has ended.
+    ServerGone(u32, u32, u32),
+    /// The destination's agent starts a page server.
+    Serve(u32, u32),
+    /// The memory file is complete.
+    Kept(u32, u32),
+    /// The source looks whether its drain is stuck.
+    LookAtDrain(u32, u32),
+    /// An operator looks after a guest whose memory is lost.
+    LookAtMemory,
 }
+
+/// A frame: its epoch, number, block and version.
+pub(crate) type Frame = (Epoch, u64, u8, u32);
 
 pub(crate) struct World {
     pub(crate) rng: Rng,
@@ -257,6 +313,23 @@ pub(crate) struct World {
     pub(crate) arbiter_down_until: Duration,
     /// What the arbiter did: leases that made a guest move, and gave it back.
     pub(crate) arbitrated: [u32; 2],
+    /// How many page servers were started.
+    pub(crate) servers: u32,
+    /// How many pages have reached a page server.
+    pub(crate) pages: u32,
+    /// Blocks that any page server has acknowledged.
+    pub(crate) acknowledged: u8,
+    /// What became of memory that follows.
+    pub(crate) seen: Seen,
+}
+
+/// What became of memory that follows.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Seen {
+    pub(crate) followed: bool,
+    pub(crate) replaced: bool,
+    pub(crate) from_file: bool,
+    pub(crate) given_up: bool,
 }
 
 impl World {
@@ -290,6 +363,10 @@ impl World {
             generations: Vec::new(),
             arbiter_down_until: Duration::ZERO,
             arbitrated: [0; 2],
+            servers: 0,
+            pages: 0,
+            acknowledged: 0,
+            seen: Seen::default(),
             plan,
         };
         world.hosts[0].qemu = Some(Qemu {
@@ -428,6 +505,9 @@ impl World {
                 continue;
             }
             let block = self.rng.below(BLOCKS as u64) as usize;
+            if self.waits_for(side, block) {
+                continue;
+            }
             let missing = self.hosts[side as usize].missing & (1 << block) != 0;
             if !missing && self.hosts[side as usize].content[block] != self.truth[block] {
                 let text = format!("block {block} has lost a write at {side:?}");
