@@ -71,6 +71,8 @@
 //!   `kill_server`.
 //! - Memory is here when QEMU has it, whatever was acknowledged. Product:
 //!   `destination/fetch/memory.rs`; here: `has_memory`.
+//! - An operator may give up memory while the source is connected, if it has said that the memory
+//!   is lost, or sends nothing. Product: `destination/fetch/give_up.rs`; here: `is_lost`.
 //! - A guest whose missing memory is given up is ended. Product: `destination/fetch/give_up.rs`,
 //!   `destination/fetch/memory.rs`; here: `end_without_memory`.
 //! - A destination that has COMMIT for an arbiter asks it, for a limited time, and then gives up.

@@ -10,7 +10,7 @@
 mod common;
 
 use common::{LIMIT, Running, Stage, tiny};
-use longhaul_api::{Consequence, Outcome, Phase, Report};
+use longhaul_api::{Consequence, Guest, Migration, Outcome, Phase, Report};
 use longhaul_lab::guest::Chipset;
 use longhaul_lab::process::{kill_all, wait_until};
 use std::fs;
@@ -423,6 +423,46 @@ fn a_page_server_that_is_killed_is_replaced() {
     let troubles = [Trouble::ServerKilled, Trouble::DestinationKilled];
     survives(&mut guest, &mut stage, 0, "postcopy", &troubles);
     guest.move_verified(&stage, 1);
+    guest.end(&stage);
+}
+
+/// The source's agent lives on, so the agents are connected all the time.
+#[test]
+fn lost_memory_is_said_and_given_up_by_an_operator() {
+    let Some(stage) = Stage::new("following from nowhere", ["10.0", "10.0"], LINK) else {
+        return;
+    };
+    let guest = stage.boot(&tiny("lost", Chipset::Q35, "10.0", 1), BUSY);
+    let words = ["--strategy", "postcopy", SLOW[0], SLOW[1]];
+    let mut moving = guest.migrate(&stage, 0, &words);
+    let follows = moving.wait_for_phase(Phase::Finishing, LIMIT);
+    assert!(follows, "{}", moving.so_far().why());
+    kill_qemu(&stage, 0, &guest.name);
+    let there = || stage.product.latest_migration(1, &guest.name).unwrap();
+    let doubt = || there().and_then(|there| there.doubt);
+    assert!(
+        wait_until(LIMIT, || doubt().is_some()),
+        "its loss is not said: {:?}",
+        there()
+    );
+    let doubt = doubt().unwrap();
+    assert_eq!(doubt.reachable, Some(true), "{doubt:?}");
+    assert!(doubt.here.contains("has lost"), "{doubt:?}");
+
+    let mut words = vec!["resolve", &guest.name, "--yes", "--run-on", "destination"];
+    words.extend(["--other-side", "dead", "--give-up-missing"]);
+    stage.product.ask::<Migration>(1, &words).unwrap();
+    for host in 0..2 {
+        let ended = wait_until(LIMIT, || {
+            let it = stage.product.latest_migration(host, &guest.name).unwrap();
+            it.is_some_and(|it| it.outcome == Some(Outcome::Completed))
+        });
+        let left = stage.product.latest_migration(host, &guest.name);
+        assert!(ended, "{left:?}");
+    }
+    let start = ["guests", "start", &guest.name];
+    stage.product.ask::<Guest>(1, &start).unwrap();
+    assert!(stage.qemus(0, &guest.name).is_empty());
     guest.end(&stage);
 }
 

@@ -116,7 +116,7 @@ pub(crate) struct Fetch {
     /// Why some of the guest's disks are not known.
     lost: Option<String>,
     whole_at: Option<Instant>,
-    /// Since when the source is disconnected.
+    /// Since when no source sends blocks.
     lost_at: Option<Instant>,
     /// An operator's decision about the missing blocks.
     giving_up: GivingUp,

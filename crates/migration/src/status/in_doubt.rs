@@ -31,6 +31,12 @@ impl Standing {
         let (here, mut then, ways_out) = match (migration.side, self.record) {
             (Side::Source, HandoverRecord::Done) => words.at_source_of_one_that_left(),
             (Side::Source, _) => words.at_source(),
+            // A source that answers has lost memory of it.
+            (Side::Destination, HandoverRecord::Committed)
+                if matches!(self.asked, Some((_, None))) =>
+            {
+                words.at_destination_without_memory()
+            }
             (Side::Destination, HandoverRecord::Committed) => {
                 words.at_destination_that_runs_it(&missing(migration))
             }
@@ -193,6 +199,25 @@ impl<'a> Words<'a> {
             at_stake: format!(
                 "{missing}: they read as zeros from now on, and are lost. File systems of {guest} \
                  may be damaged: check or restore them"
+            ),
+        };
+        (here, then, vec![alone])
+    }
+
+    /// The guest runs here, and waits for memory that its source has lost.
+    fn at_destination_without_memory(&self) -> (String, String, Vec<WayOut>) {
+        let Self { guest, this, other } = *self;
+        let here = format!("{guest} runs on {this}, and waits for memory that {other} has lost");
+        let then = format!("nothing: {guest} cannot go on without it");
+        let alone = WayOut {
+            run_on: Side::Destination,
+            tell: this.to_owned(),
+            needs_other_side: true,
+            gives_up_missing: true,
+            only_if: format!("{guest} is to be started again on {this}"),
+            at_stake: format!(
+                "what was in the memory of {guest} is lost, as if its power had failed: its QEMU \
+                 is ended, and it can be started again"
             ),
         };
         (here, then, vec![alone])

@@ -26,9 +26,14 @@ pub(crate) fn block(
             .plain(format!(", which belongs to {destination}, is "))
             .tone(Tone::Bad, "disconnected"),
     };
-    let mut lines = vec![named.plain(format!(
-        ": {source} and {destination} lost each other {since}"
-    ))];
+    let has_lost_it = migration.side == Side::Destination
+        && belongs_to_destination(doubt)
+        && doubt.reachable == Some(true);
+    let what = match has_lost_it {
+        true => format!(": {source} has lost memory of it {since}"),
+        false => format!(": {source} and {destination} lost each other {since}"),
+    };
+    let mut lines = vec![named.plain(what)];
     lines.extend(known(migration, doubt, now_unix_ms, width));
     lines.extend(titled("then", &doubt.then, width));
     let mut title = "ways out";

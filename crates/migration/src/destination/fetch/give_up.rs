@@ -1,5 +1,6 @@
 //! Gives up missing blocks, if their source never returns: they become zeros.
 
+use crate::destination::fetch::memory::FetchedMemory;
 use crate::destination::fetch::{Fetch, Fetched};
 use crate::status::in_doubt;
 use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Resolve};
@@ -12,7 +13,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::block_in_place;
 
-/// Time after which a disconnected source is shown as lost.
+/// Time after which a source that sends nothing is shown as lost.
 const LOST_AFTER: Duration = Duration::from_secs(3);
 
 /// An operator's decision about the missing blocks.
@@ -68,9 +69,18 @@ impl GivingUp {
 }
 
 impl Fetch {
-    /// Gives up the missing blocks, unless the source is connected again.
+    /// Returns whether nothing but memory is missing, which the connected source has lost. Disks
+    /// that it still sends would be given up as well.
+    fn waits_in_vain(&self) -> bool {
+        let lost = self.memory.as_ref().is_some_and(FetchedMemory::is_lost);
+        let disks = self.lost.is_none() && self.disks.values().all(|disk| disk.whole);
+        self.bulk.is_some() && lost && disks
+    }
+
+    /// Gives up the missing blocks, unless the source can send them again.
     pub(crate) async fn resolved(&mut self, resolve: Resolve) {
-        if self.begun.call.is_some() || !resolve.give_up_missing {
+        let can_come = self.bulk.is_some() && !self.waits_in_vain();
+        if can_come || !resolve.give_up_missing {
             tracing::warn!(?resolve, "the source is here again: nothing is given up");
             return;
         }
@@ -112,16 +122,20 @@ impl Fetch {
         }
     }
 
-    /// Shows that the source is lost and still needed, or that it is not.
+    /// Shows that the source is lost and still needed, or has lost what is needed, or neither.
     pub(crate) fn show_lost(&self) {
         let Some(entry) = &self.begun.entry else {
             return;
         };
         let lost = self.lost_at.is_some_and(|at| at.elapsed() > LOST_AFTER);
+        let in_vain = self.waits_in_vain();
         let needed = *self.state() == (DestinationState::Running { all_present: false });
-        if lost && needed && !self.giving_up.decided {
+        if (lost || in_vain) && needed && !self.giving_up.decided {
             let next = self.begun.handover.ledger.terms.next();
             entry.in_doubt(HandoverRecord::Committed, next);
+            if in_vain {
+                entry.heard(None);
+            }
         } else {
             entry.certain();
         }

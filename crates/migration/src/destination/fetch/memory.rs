@@ -99,13 +99,18 @@ impl FetchedMemory {
         self.note.whole || self.served.is_some()
     }
 
+    /// Returns whether the source has lost memory that is missing.
+    pub(super) fn is_lost(&self) -> bool {
+        self.unreadable_blocks > 0 && !self.note.whole
+    }
+
     pub(super) fn trouble(&self) -> Option<String> {
         let bytes = self.unreadable_blocks.saturating_mul(BLOCK_SIZE as u64);
         let unreadable = || {
             (bytes > 0).then(|| {
                 format!(
                     "the source has lost {bytes} bytes of its memory, for which it waits: it \
-                     cannot go on; end it and start it again"
+                     cannot go on; give them up with `longhaul resolve`, and start it again"
                 )
             })
         };

@@ -74,7 +74,8 @@ impl Fetch {
         let stuck = || self.memory.as_ref().and_then(FetchedMemory::trouble);
         let mut broken = self.disks.values().map(|fetched| fetched.broken.clone());
         let broken = broken.find_map(|broken| broken);
-        let silent = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
+        let lost_at = self.lost_at.filter(|_| self.begun.call.is_none());
+        let silent = lost_at.map(|at| at.elapsed().as_millis() as u64);
         entry.progress(|progress| {
             progress.regions = regions;
             progress.link.interrupted_ms = silent;
@@ -84,11 +85,11 @@ impl Fetch {
         });
     }
 
-    /// Updates the unreadable blocks and the time since the source is disconnected, and shows the
-    /// progress.
+    /// Updates the unreadable blocks and the time since no source sends blocks, and shows the
+    /// progress. A source that has lost what it knew of the guest only asks.
     pub(crate) fn look_and_show(&mut self) {
         self.disks.values_mut().for_each(Fetched::forget_readable);
-        if self.begun.call.is_some() {
+        if self.bulk.is_some() {
             self.lost_at = None;
         } else {
             self.lost_at.get_or_insert_with(Instant::now);
