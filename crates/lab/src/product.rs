@@ -22,6 +22,8 @@ use std::time::{Duration, Instant};
 
 /// How long a wait for events of a move blocks before it checks for an interrupt.
 const SLICE: Duration = Duration::from_millis(100);
+/// The number of lines at the end of each agent's log shown when a test fails.
+const LOG_LINES: usize = 80;
 
 /// The settings of the agents' configuration.
 #[derive(Debug, Clone)]
@@ -152,6 +154,17 @@ impl Product {
         self.agents.get_mut(host).ok_or_else(|| no_host(host))
     }
 
+    /// Returns the ends of all agents' logs, for what is printed when a test fails.
+    pub fn ends_of_logs(&self) -> String {
+        let end = |agent: &Agent| {
+            let log = fs::read_to_string(agent.log()).unwrap_or_default();
+            let lines: Vec<&str> = log.lines().collect();
+            let last = &lines[lines.len().saturating_sub(LOG_LINES)..];
+            format!("-- {} said last:\n{}\n", agent.name(), last.join("\n"))
+        };
+        self.agents.iter().map(end).collect()
+    }
+
     /// Returns whether guests of a host run with KVM.
     ///
     /// # Errors
@@ -263,6 +276,7 @@ impl Product {
             process,
             events,
             began,
+            progress: None,
             finished: Finished::new(began),
         })
     }
@@ -372,6 +386,8 @@ pub struct Move {
     process: Child,
     events: Receiver<(Instant, Event)>,
     began: Instant,
+    /// The last one seen.
+    progress: Option<Box<Progress>>,
     finished: Finished,
 }
 
@@ -472,9 +488,9 @@ impl Move {
                     return Err(LabError::Answer {
                         what: "a move".to_owned(),
                         message: format!(
-                            "it had not ended after {} s; last seen: {:?}",
+                            "it had not ended after {} s: {}",
                             limit.as_secs(),
-                            self.finished.phases.last().map(|(_, phase)| phase)
+                            self.seen()
                         ),
                     });
                 }
@@ -507,7 +523,25 @@ impl Move {
         &self.finished
     }
 
+    /// Returns all that was seen of it, to find out why it does not end.
+    fn seen(&self) -> String {
+        let since = |at: &Instant| at.saturating_duration_since(self.began).as_secs_f64();
+        let phases = self.finished.phases.iter();
+        let phases: Vec<String> = phases
+            .map(|(at, phase)| format!("{phase:?} at {:.1} s", since(at)))
+            .collect();
+        format!(
+            "{}; said {:?}; last {:?}",
+            phases.join(", "),
+            self.finished.said,
+            self.progress
+        )
+    }
+
     fn note(&mut self, at: Instant, event: Event) {
+        if let Event::Progress(progress) = &event {
+            self.progress = Some(progress.clone());
+        }
         let finished = &mut self.finished;
         match event {
             Event::Migration(migration) => finished.phases.push((at, migration.phase)),

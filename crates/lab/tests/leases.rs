@@ -9,7 +9,7 @@
 
 mod common;
 
-use common::{LIMIT, boot, tiny};
+use common::{LIMIT, boot, show_logs_of_failure, tiny};
 use longhaul_api::{Check, GuestState, Outcome, Plan, Verdict};
 use longhaul_lab::agent::Agent;
 use longhaul_lab::arena::{Arena, Workload};
@@ -164,17 +164,8 @@ impl World {
 }
 
 impl Drop for World {
-    /// Prints the end of the agents' logs when a test fails.
     fn drop(&mut self) {
-        if !thread::panicking() {
-            return;
-        }
-        for host in 0..2 {
-            let log = fs::read_to_string(self.agent(host).log()).unwrap_or_default();
-            let lines: Vec<&str> = log.lines().collect();
-            let last = &lines[lines.len().saturating_sub(100)..];
-            eprintln!("-- host {host} said last:\n{}", last.join("\n"));
-        }
+        show_logs_of_failure(&self.product);
     }
 }
 

@@ -9,7 +9,7 @@
 
 mod common;
 
-use common::{LIMIT, boot, tiny};
+use common::{LIMIT, boot, show_logs_of_failure, tiny};
 use longhaul_lab::agent::Agent;
 use longhaul_lab::arena::{Arena, Workload};
 use longhaul_lab::clients::{Client, Loop, download, session};
@@ -143,17 +143,8 @@ impl World {
 }
 
 impl Drop for World {
-    /// Prints the end of the agents' logs when a test fails.
     fn drop(&mut self) {
-        if !thread::panicking() {
-            return;
-        }
-        for agent in self.agents() {
-            let log = std::fs::read_to_string(agent.log()).unwrap_or_default();
-            let lines: Vec<&str> = log.lines().collect();
-            let last = &lines[lines.len().saturating_sub(400)..];
-            eprintln!("-- {} said last:\n{}", agent.name(), last.join("\n"));
-        }
+        show_logs_of_failure(&self.product);
     }
 }
 

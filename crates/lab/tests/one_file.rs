@@ -15,7 +15,7 @@ use longhaul_lab::history::workload::Work;
 use longhaul_lab::installed;
 use longhaul_lab::lab::{Lab, Plan};
 use longhaul_lab::process::wait_until;
-use longhaul_lab::product::{Finished, Product, Settings, channel_socket};
+use longhaul_lab::product::{Finished, Move, Product, Settings, channel_socket};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -211,7 +211,13 @@ impl Stage {
     fn migrate(&self, from: usize, words: &[&str]) -> Finished {
         let to = self.lab.host(1 - from).unwrap();
         let moving = self.product.migrate(from, GUEST, to, words).unwrap();
-        moving.finish(LIMIT).unwrap()
+        self.ended(moving)
+    }
+
+    /// Waits for the end of a move.
+    fn ended(&self, moving: Move) -> Finished {
+        let finished = moving.finish(LIMIT);
+        finished.unwrap_or_else(|error| panic!("{error}\n{}", self.logs()))
     }
 
     /// Asserts that a move is refused before it begins.
@@ -273,7 +279,7 @@ impl Stage {
         };
         assert!(wait_until(LIMIT, arriving), "{}", self.logs());
         self.exchange(file);
-        let finished = moving.finish(LIMIT).unwrap();
+        let finished = self.ended(moving);
         assert!(finished.completed(), "{}\n{}", finished.why(), self.logs());
         self.goes_on();
         // The file of that name is still not the guest's.
@@ -296,13 +302,7 @@ impl Stage {
     }
 
     fn logs(&self) -> String {
-        let log = |host| {
-            let text = fs::read_to_string(self.product.agent(host).unwrap().log()).unwrap();
-            let mut last: Vec<&str> = text.lines().rev().take(25).collect();
-            last.reverse();
-            last.join("\n")
-        };
-        format!("{}\n\n{}", log(0), log(1))
+        self.product.ends_of_logs()
     }
 
     /// Ends it at this host, and judges all its writes.
@@ -564,7 +564,7 @@ fn a_read_only_image_moves_along_if_the_destination_has_none() {
     let mut cancel = stage.product.agent(0).unwrap().command().unwrap();
     let cancelled = cancel.args(["cancel", &latest.id]).output().unwrap();
     assert!(cancelled.status.success(), "{cancelled:?}");
-    assert!(!moving.finish(LIMIT).unwrap().completed());
+    assert!(!stage.ended(moving).completed());
     assert!(wait_until(LIMIT, || !there.exists()));
     stage.goes_on();
 

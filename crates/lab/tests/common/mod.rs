@@ -29,8 +29,6 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 /// restarted after this time.
 const BOOT_LIMIT: Duration = Duration::from_secs(100);
 const BOOTS: usize = 4;
-/// The number of lines of the agents' logs shown when a test fails.
-const LOG_LINES: usize = 30;
 /// Filling more takes minutes without KVM.
 const ARENA_BYTES_MAX: u64 = 128 << 20;
 /// The period in which a second guest, or silence, is detected.
@@ -89,7 +87,12 @@ impl Stage {
             let started = self.product.start_guest(&self.lab, 0, &description);
             started.unwrap();
         };
-        let end = || self.product.stop_guest(0, &tiny.name).unwrap();
+        let end = || {
+            // Its system may have failed, and its QEMU ended.
+            if let Err(error) = self.product.stop_guest(0, &tiny.name) {
+                eprintln!("{error}");
+            }
+        };
         boot(&running.arena, start, end);
         let workload = Workload {
             content: "mix".to_owned(),
@@ -137,20 +140,15 @@ impl Stage {
 }
 
 impl Drop for Stage {
-    /// Prints the end of the agents' logs when a test fails.
     fn drop(&mut self) {
-        if !thread::panicking() {
-            return;
-        }
-        for host in 0..2 {
-            let Ok(agent) = self.product.agent(host) else {
-                continue;
-            };
-            let log = fs::read_to_string(agent.log()).unwrap_or_default();
-            let lines: Vec<&str> = log.lines().collect();
-            let last = &lines[lines.len().saturating_sub(LOG_LINES)..];
-            eprintln!("-- {} said last:\n{}", agent.name(), last.join("\n"));
-        }
+        show_logs_of_failure(&self.product);
+    }
+}
+
+/// Prints the ends of the agents' logs when a test fails.
+pub(crate) fn show_logs_of_failure(product: &Product) {
+    if thread::panicking() {
+        eprintln!("{}", product.ends_of_logs());
     }
 }
 

@@ -34,7 +34,7 @@ fn moves_with(stage: &Stage, from: usize, how: &str, base: &str) -> Report {
     let to = stage.lab.host(1 - from).unwrap();
     let words = ["--disks", how, "--base", base, "--verify"];
     let moving = stage.product.migrate(from, GUEST, to, &words).unwrap();
-    let finished = moving.finish(LIMIT).unwrap();
+    let finished = stage.ended(moving);
     assert!(finished.completed(), "{}\n{}", finished.why(), stage.logs());
     stage.goes_on();
     for host in [0, 1] {
@@ -51,7 +51,7 @@ fn moves_with(stage: &Stage, from: usize, how: &str, base: &str) -> Report {
 fn does_not(stage: &Stage) -> String {
     let to = stage.lab.host(1).unwrap();
     let moving = stage.product.migrate(0, GUEST, to, &[]).unwrap();
-    let finished = moving.finish(LIMIT).unwrap();
+    let finished = stage.ended(moving);
     assert!(!finished.completed());
     stage.stays();
     finished.why()

@@ -153,7 +153,7 @@ fn a_snapshot_gives_a_move_up_and_the_guest_keeps_what_it_wrote() {
             stage.goes_on();
             // If nothing holds the move.
             let _ = fs::remove_file(stage.hold_file());
-            let ended = moving.finish(LIMIT).unwrap();
+            let ended = stage.ended(moving);
             assert!(!ended.completed(), "the move took no notice");
             let why = ended.why();
             assert!(why.contains("has changed"), "{why}\n{}", stage.logs());
@@ -182,7 +182,7 @@ fn what_is_under_way_on_a_guests_disks_is_in_its_plan() {
         let planned = String::from_utf8(planned.unwrap().stdout).unwrap();
         assert!(planned.contains(what), "{planned}");
         let ended = stage.product.migrate(0, GUEST, to, &[]).unwrap();
-        let ended = ended.finish(LIMIT).unwrap();
+        let ended = stage.ended(ended);
         assert!(ended.why().contains(what), "{}", ended.why());
         stage.stays();
     };

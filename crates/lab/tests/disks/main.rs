@@ -84,7 +84,7 @@ fn a_guest_keeps_its_disks_whatever_becomes_of_its_move() {
     fs::copy(&used, stage.image(0)).unwrap();
     let to = stage.lab.host(1).unwrap();
     let moving = stage.product.migrate(0, GUEST, to, &[]).unwrap();
-    let refused = moving.finish(LIMIT).unwrap();
+    let refused = stage.ended(moving);
     let why = refused.why();
     assert!(why.contains("is not the file that its QEMU uses"), "{why}");
     fs::rename(used, stage.image(0)).unwrap();
@@ -104,7 +104,7 @@ fn a_guest_keeps_its_disks_whatever_becomes_of_its_move() {
 
         let moving = stage.begins(how);
         stage.product.agent_mut(1).unwrap().kill().unwrap();
-        let finished = moving.finish(LIMIT).unwrap();
+        let finished = stage.ended(moving);
         assert!(!finished.completed(), "{}", finished.why());
         stage
             .product
@@ -121,7 +121,7 @@ fn a_guest_keeps_its_disks_whatever_becomes_of_its_move() {
             .unwrap()
             .run(&["cancel", GUEST])
             .unwrap();
-        let finished = moving.finish(LIMIT).unwrap();
+        let finished = stage.ended(moving);
         assert_eq!(
             finished.outcome,
             Some(Outcome::Aborted),
@@ -136,7 +136,7 @@ fn a_guest_keeps_its_disks_whatever_becomes_of_its_move() {
     growing
         .set_len(growing.metadata().unwrap().len() + (1 << 30))
         .unwrap();
-    let failed = moving.finish(LIMIT).unwrap();
+    let failed = stage.ended(moving);
     assert!(
         failed.why().contains("has grown by more"),
         "{}",
@@ -158,7 +158,7 @@ fn a_guest_keeps_its_disks_whatever_becomes_of_its_move() {
         }
         stage.goes_on();
     }
-    let finished = moving.finish(LIMIT).unwrap();
+    let finished = stage.ended(moving);
     assert!(finished.completed(), "{}\n{}", finished.why(), stage.logs());
     let verified = finished.report.unwrap().verify.unwrap();
     assert_eq!(
@@ -215,13 +215,13 @@ fn a_destination_without_room_is_refused_or_gives_the_move_up() {
     fill(80 << 20);
     planned("free for");
     let moving = stage.product.migrate(0, GUEST, to, &[]).unwrap();
-    let refused = moving.finish(LIMIT).unwrap();
+    let refused = stage.ended(moving);
     assert!(refused.why().contains("free for"), "{}", refused.why());
     stage.stays();
     fs::write(stage.image(1), "somebody's").unwrap();
     planned("already");
     let moving = stage.product.migrate(0, GUEST, to, &[]).unwrap();
-    let refused = moving.finish(LIMIT).unwrap();
+    let refused = stage.ended(moving);
     assert!(refused.why().contains("already"), "{}", refused.why());
     assert_eq!(fs::read(stage.image(1)).unwrap(), b"somebody's");
     fs::remove_file(stage.image(1)).unwrap();
@@ -229,7 +229,7 @@ fn a_destination_without_room_is_refused_or_gives_the_move_up() {
     fs::remove_file(&filling).unwrap();
     let moving = stage.begins("precopy");
     fill(200 << 20);
-    let failed = moving.finish(LIMIT).unwrap();
+    let failed = stage.ended(moving);
     assert!(failed.why().contains("No space left"), "{}", failed.why());
     stage.stays();
 
@@ -293,7 +293,7 @@ fn a_mirrored_guest_does_not_wait_for_a_link_that_is_cut() {
     link.cut(Duration::from_secs(600)).unwrap();
     stage.goes_on();
     link.heal().unwrap();
-    let finished = moving.finish(LIMIT).unwrap();
+    let finished = stage.ended(moving);
     let (why, logs) = (finished.why(), stage.logs());
     assert!(finished.completed(), "{why}\n{logs}");
     stage.goes_on();

@@ -162,7 +162,7 @@ fn a_cut_while_something_is_left_is_a_pause() {
         assert!(refused.contains(said), "{words:?}: {refused}");
     }
     stage.lab.link(0, 1).unwrap().heal().unwrap();
-    let finished = moving.finish(LIMIT).unwrap();
+    let finished = stage.ended(moving);
     assert!(finished.completed(), "{}\n{}", finished.why(), stage.logs());
     let verified = finished.report.unwrap().verify.unwrap();
     assert_eq!((verified.disks, verified.different_blocks), (1, 0));
@@ -271,7 +271,7 @@ fn does_not_leave(stage: &Stage) {
     let to = stage.lab.host(1).unwrap();
     let words = ["--disks", "mirror"];
     let moving = stage.product.migrate(0, GUEST, to, &words).unwrap();
-    let failed = moving.finish(LIMIT).unwrap();
+    let failed = stage.ended(moving);
     let place = format!("at byte {}", Failing::FROM);
     assert!(failed.why().contains(&place), "{}", failed.why());
     stage.stays();

@@ -9,7 +9,7 @@ use longhaul_lab::history::workload::Work;
 use longhaul_lab::installed;
 use longhaul_lab::lab::{Lab, Plan};
 use longhaul_lab::process::{ProcessId, wait_until};
-use longhaul_lab::product::{Move, Product, Settings, channel_socket};
+use longhaul_lab::product::{Finished, Move, Product, Settings, channel_socket};
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
@@ -256,13 +256,13 @@ impl Stage {
 
     /// Returns the ends of both agents' logs.
     pub(crate) fn logs(&self) -> String {
-        let log = |host| {
-            let text = fs::read_to_string(self.product.agent(host).unwrap().log()).unwrap();
-            let mut last: Vec<&str> = text.lines().rev().take(25).collect();
-            last.reverse();
-            last.join("\n")
-        };
-        format!("{}\n\n{}", log(0), log(1))
+        self.product.ends_of_logs()
+    }
+
+    /// Waits for the end of a move.
+    pub(crate) fn ended(&self, moving: Move) -> Finished {
+        let finished = moving.finish(LIMIT);
+        finished.unwrap_or_else(|error| panic!("{error}\n{}", self.logs()))
     }
 
     /// Waits for the guest to go on at its current host.
@@ -286,7 +286,7 @@ impl Stage {
         let to = self.lab.host(1 - from).unwrap();
         let words = [&["--disks", how, "--verify"], more].concat();
         let moving = self.product.migrate(from, GUEST, to, &words).unwrap();
-        let finished = moving.finish(LIMIT).unwrap();
+        let finished = self.ended(moving);
         assert!(finished.completed(), "{}\n{}", finished.why(), self.logs());
         let report = *finished.report.unwrap();
         let verified = report.verify.clone().unwrap();

@@ -1,6 +1,6 @@
 //! Tests disks that arrive on volumes and leave them again: loop devices over sparse files.
 
-use crate::stage::{DISK_BYTES, GUEST, LIMIT, Stage, make_loop_nodes};
+use crate::stage::{DISK_BYTES, GUEST, Stage, make_loop_nodes};
 use longhaul_api::{Outcome, Report};
 use serde_json::Value;
 use std::fs::{self, File};
@@ -88,7 +88,7 @@ impl Stage {
         assert!(plan.to_string().contains(text), "{plan}");
         let to = self.lab.host(1).unwrap();
         let moving = self.product.migrate(0, GUEST, to, &[]).unwrap();
-        let refused = moving.finish(LIMIT).unwrap();
+        let refused = self.ended(moving);
         assert!(!refused.completed());
         let why = refused.why();
         assert!(why.contains(text), "{why}\n{}", self.logs());
@@ -101,7 +101,7 @@ impl Stage {
         let to = self.lab.host(1 - from).unwrap();
         let words = ["--disks", how, "--verify"];
         let moving = self.product.migrate(from, GUEST, to, &words).unwrap();
-        let finished = moving.finish(LIMIT).unwrap();
+        let finished = self.ended(moving);
         assert!(finished.completed(), "{}\n{}", finished.why(), self.logs());
         let report = *finished.report.unwrap();
         let verified = report.verify.clone().unwrap();
@@ -247,7 +247,7 @@ fn a_volume_with_something_on_it_or_in_use_is_not_written_to() {
     let moving = stage.begins("precopy");
     let agent = stage.product.agent(0).unwrap();
     agent.run(&["cancel", GUEST]).unwrap();
-    let finished = moving.finish(LIMIT).unwrap();
+    let finished = stage.ended(moving);
     let why = finished.why();
     assert_eq!(finished.outcome, Some(Outcome::Aborted), "{why}");
     stage.goes_on();
