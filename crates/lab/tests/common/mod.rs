@@ -40,7 +40,7 @@ static TURN: Mutex<()> = Mutex::new(());
 pub(crate) struct Stage {
     pub(crate) product: Product,
     pub(crate) lab: Lab,
-    _turn: MutexGuard<'static, ()>,
+    _turn: Option<MutexGuard<'static, ()>>,
 }
 
 impl Stage {
@@ -57,19 +57,26 @@ impl Stage {
         link: &str,
         more: &toml::Table,
     ) -> Option<Self> {
-        for version in qemus {
-            if let Err(error) = installed::qemu(version) {
-                assert!(!installed::all_required(), "{error}");
-                eprintln!("SKIPPED {purpose}: {error}");
-                return None;
+        are_installed(purpose, qemus).then(|| {
+            let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+            let (lab, product) = laboratory(purpose, &qemus, link, more);
+            Self {
+                product,
+                lab,
+                _turn: Some(turn),
             }
-        }
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let (lab, product) = laboratory(purpose, &qemus, link, more);
-        Some(Self {
-            product,
-            lab,
-            _turn: turn,
+        })
+    }
+
+    /// Creates it for a test that waits most of its time, and so takes no turn.
+    pub(crate) fn beside_others(purpose: &str, qemus: [&str; 2], link: &str) -> Option<Self> {
+        are_installed(purpose, qemus).then(|| {
+            let (lab, product) = laboratory(purpose, &qemus, link, &toml::Table::new());
+            Self {
+                product,
+                lab,
+                _turn: None,
+            }
         })
     }
 
@@ -150,6 +157,18 @@ pub(crate) fn show_logs_of_failure(product: &Product) {
     if thread::panicking() {
         eprintln!("{}", product.ends_of_logs());
     }
+}
+
+/// Returns whether these QEMUs are installed; they must be where all are required.
+fn are_installed(purpose: &str, qemus: [&str; 2]) -> bool {
+    for version in qemus {
+        if let Err(error) = installed::qemu(version) {
+            assert!(!installed::all_required(), "{error}");
+            eprintln!("SKIPPED {purpose}: {error}");
+            return false;
+        }
+    }
+    true
 }
 
 /// Starts a guest repeatedly until it has booted.
