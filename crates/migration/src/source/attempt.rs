@@ -332,19 +332,7 @@ impl SourceAttempt {
                 self.fail(failure::protocol(&self.task.host, &error)).await;
             }
             Happened::Message(Err(error)) => self.lost(&error.to_string()).await,
-            Happened::Worker(error) if self.draining.is_some() => {
-                // The attempt can no longer be given up, so sending is tried again.
-                tracing::error!(migration = %self.task.offer.migration, %error, "sending broke");
-                let sending = self.task.sending.clone();
-                self.worker = tokio::spawn(async move {
-                    tokio::time::sleep(RETRY_EVERY).await;
-                    sending.work().await
-                });
-                self.tell(CoreEvent::Reconnect).await;
-            }
-            Happened::Worker(error) => {
-                self.fail(failure::internal(&error.to_string())).await;
-            }
+            Happened::Worker(error) => self.sending_broke(error).await,
             Happened::Dialled(done) => self.dialled(*done).await,
             Happened::Compared(next) => self.compare(next).await,
             Happened::Rest(message) => self.tell_of_rest(message).await,
@@ -467,6 +455,27 @@ impl SourceAttempt {
             next = self.task.outbound.try_event();
         }
         self.task.sending.wake();
+    }
+
+    /// Gives up the attempt. If that is no longer possible, sending is tried again, over another
+    /// connection: the destination says then what it lacks.
+    async fn sending_broke(&mut self, error: SendError) {
+        if self.draining.is_none() {
+            self.fail(failure::internal(&error.to_string())).await;
+        }
+        if self.failure.is_some() {
+            return;
+        }
+        tracing::error!(migration = %self.task.offer.migration, %error, "sending broke");
+        let sending = self.task.sending.clone();
+        self.worker = tokio::spawn(async move {
+            tokio::time::sleep(RETRY_EVERY).await;
+            sending.work().await
+        });
+        match self.draining {
+            Some(_) => self.tell(CoreEvent::Reconnect).await,
+            None => self.lost(&error.to_string()).await,
+        }
     }
 
     // The destination.
