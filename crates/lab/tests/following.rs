@@ -372,14 +372,18 @@ fn has_followed(guest: &mut Running, stage: &Stage, from: usize) {
     assert!(ended, "{:?}", stage.product.latest_migration(to, &name));
     let there = stage.product.latest_migration(to, &name).unwrap().unwrap();
     assert!(there.reason.is_none(), "{there:?}");
-    for host in [from, to] {
-        let following = state(stage, host).join("following");
-        let clean = wait_until(LIMIT, || {
-            let left = fs::read_dir(&following).map_or(0, Iterator::count);
-            left == 0 && page_servers(stage, host).is_empty()
-        });
-        assert!(clean, "something is left in {}", following.display());
-    }
+    is_clean(stage, from);
+    is_clean(stage, to);
+}
+
+/// Checks that no page server, note or memory file is left on a host.
+fn is_clean(stage: &Stage, host: usize) {
+    let following = state(stage, host).join("following");
+    let clean = wait_until(LIMIT, || {
+        let left = fs::read_dir(&following).map_or(0, Iterator::count);
+        left == 0 && page_servers(stage, host).is_empty()
+    });
+    assert!(clean, "something is left in {}", following.display());
 }
 
 /// Each trouble comes at each of three points of a drain: at once, when a third of what was missing
@@ -551,6 +555,39 @@ fn lost_memory_is_said_and_given_up_by_an_operator() {
     stage.product.ask::<Guest>(1, &start).unwrap();
     assert!(stage.qemus(0, &guest.name).is_empty());
     guest.end(&stage);
+}
+
+/// A guest whose missing memory is lost ends only with its QEMU. Nothing is needed for it then.
+#[test]
+fn a_guest_that_ends_needs_no_memory() {
+    let Some(stage) = Stage::new("following in vain", ["10.0", "10.0"], LINK) else {
+        return;
+    };
+    let guest = stage.boot(&tiny("lost", Chipset::Q35, "10.0", 2), BUSY);
+    let mut moving = guest.migrate(&stage, 0, &["--strategy", "postcopy"]);
+    assert!(
+        moving.wait_for_phase(Phase::Finishing, LIMIT),
+        "{}",
+        moving.so_far().why()
+    );
+    kill_qemu(&stage, 0, &guest.name);
+    let there = || stage.product.latest_migration(1, &guest.name).unwrap();
+    let is_lost = wait_until(LIMIT, || {
+        let trouble = there().and_then(|there| there.progress?.trouble);
+        trouble.is_some_and(|trouble| trouble.contains("the source has lost"))
+    });
+    assert!(is_lost, "{:?}", there());
+    kill_all(&stage.qemus(1, &guest.name)).unwrap();
+    let ended = wait_until(LIMIT, || there().is_some_and(|it| it.outcome.is_some()));
+    assert!(ended, "{:?}", there());
+    let there = there().unwrap();
+    assert!(there.progress.unwrap().trouble.is_none());
+    for host in 0..2 {
+        assert!(wait_until(LIMIT, || stage
+            .qemus(host, &guest.name)
+            .is_empty()));
+        is_clean(&stage, host);
+    }
 }
 
 #[test]

@@ -434,12 +434,13 @@ impl Serving {
 
     /// Goes on with the page server of an earlier agent, or over a new connection. If it has ended
     /// QEMU's post-copy is paused, and goes on with a new page server, which the note names then.
+    /// Returns false if QEMU has ended as well.
     pub(crate) async fn go_on(
         self,
         guests: &Arc<dyn GuestManager>,
         (state, guest): (&Path, &str),
         note: &mut ArrivingNote,
-    ) -> Result<(), String> {
+    ) -> Result<bool, String> {
         let to_text = |error: IncomingError| error.to_string();
         let prelude = read_prelude(&note.prelude).map_err(to_text)?;
         let (places, missing) = places(&prelude, &note.regions).map_err(to_text)?;
@@ -453,14 +454,15 @@ impl Serving {
                     "its page server goes on"
                 );
                 self.spawn(arriving, places, monitor, None);
-                return Ok(());
+                return Ok(true);
             }
             Err(error) => tracing::info!(guest, %error, "its page server has ended"),
         }
-        let lease = lease(&**guests, guest).await?;
         let found = block_in_place(|| guests.find(guest));
-        let found = found.map_err(|error| error.to_string())?;
-        let found = found.ok_or("its QEMU has ended")?;
+        let Some(found) = found.map_err(|error| error.to_string())? else {
+            return Ok(false);
+        };
+        let lease = lease(&**guests, guest).await?;
         let incoming = guests.incoming_socket(&found);
         let incoming = incoming.map_err(|error| error.to_string())?;
         if let Some(ended) = note.server.take() {
@@ -480,7 +482,7 @@ impl Serving {
             }
             Err(error) => return Err(error.to_string()),
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Notes the processor time of the page server so far.

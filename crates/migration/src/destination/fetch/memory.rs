@@ -160,10 +160,18 @@ impl Fetch {
         };
         memory.note.server = note.server;
         match goes_on {
-            Ok(()) => {
+            Ok(true) => {
                 memory.trouble = None;
                 memory.served = Some(served);
                 memory.news = Some(news);
+            }
+            Ok(false) => {
+                let guest = &self.begun.handover.ledger.guest;
+                tracing::error!(guest, "its QEMU has ended, and needs no memory any more");
+                memory.trouble = None;
+                memory.note.whole = true;
+                self.trouble = None;
+                self.note_memory();
             }
             Err(why) => {
                 let why = format!("its QEMU cannot be given the rest of its memory: {why}");
