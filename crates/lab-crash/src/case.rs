@@ -26,6 +26,8 @@ pub enum Victim {
     SourceSupervisor,
     /// The same at the destination.
     DestinationSupervisor,
+    /// The page server of the destination's QEMU is killed, while memory follows.
+    PageServer,
     /// The connection between the agents is closed.
     Connection,
     /// The link is cut for a while.
@@ -36,7 +38,7 @@ pub enum Victim {
 
 impl Victim {
     /// All of them.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::SourceAgent,
         Self::DestinationAgent,
         Self::BothAgents,
@@ -46,6 +48,7 @@ impl Victim {
         Self::DestinationFront,
         Self::SourceSupervisor,
         Self::DestinationSupervisor,
+        Self::PageServer,
         Self::Connection,
         Self::Link,
         Self::Record,
@@ -62,6 +65,7 @@ impl Victim {
             Self::DestinationFront => "destination-front",
             Self::SourceSupervisor => "source-supervisor",
             Self::DestinationSupervisor => "destination-supervisor",
+            Self::PageServer => "page-server",
             Self::Connection => "connection",
             Self::Link => "link",
             Self::Record => "record",
@@ -199,6 +203,36 @@ impl Disks {
     }
 }
 
+/// The strategy of the guest's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Memory {
+    /// Everything is at the destination when the guest runs there.
+    Precopy,
+    /// Frequently written blocks follow.
+    Hybrid,
+    /// What was not sent before follows.
+    Postcopy,
+}
+
+impl Memory {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Precopy, Self::Hybrid, Self::Postcopy];
+
+    /// Returns whether blocks are missing when the guest runs at the destination.
+    pub fn follows(self) -> bool {
+        self != Self::Precopy
+    }
+
+    /// Returns its name in requests of moves.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Precopy => "precopy",
+            Self::Hybrid => "hybrid",
+            Self::Postcopy => "postcopy",
+        }
+    }
+}
+
 /// The properties of the hosts of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Site {
@@ -243,9 +277,16 @@ pub struct Kind {
     pub disks: Disks,
     /// The format of its image.
     pub format: Format,
+    /// The guest's memory.
+    pub memory: Memory,
 }
 
 impl Kind {
+    /// Returns whether something is missing when the guest runs at the destination.
+    pub fn leaves(&self) -> bool {
+        self.disks.leaves() || self.memory.follows()
+    }
+
     /// Returns the site that it needs.
     pub fn site(&self) -> Site {
         Site {
@@ -276,11 +317,12 @@ impl fmt::Display for Case {
             release,
             disks,
             format,
+            memory,
             ..
         } = self.kind;
         write!(
             f,
-            "{}:{}:{}:{}:{}:{}:{}:{}",
+            "{}:{}:{}:{}:{}:{}:{}:{}:{}",
             victim.name(),
             self.point.name,
             pair.name(),
@@ -294,7 +336,8 @@ impl fmt::Display for Case {
                 Back::Later => "later",
             },
             format.name(),
-            disks.name()
+            disks.name(),
+            memory.name()
         )
     }
 }
@@ -318,6 +361,35 @@ impl Case {
         self.point.needs_verify() || (after && chosen)
     }
 
+    /// Returns whether memory that follows makes a difference: from the switchover on. Local disks
+    /// follow it then. Its content is not compared.
+    fn is_of_memory_that_follows(&self) -> bool {
+        let Kind {
+            step,
+            disks,
+            memory,
+            ..
+        } = self.kind;
+        let moves = match disks {
+            Disks::Shared => true,
+            Disks::Hybrid => memory == Memory::Hybrid,
+            Disks::Postcopy => memory == Memory::Postcopy,
+            Disks::Precopy | Disks::Mirror => false,
+        };
+        let stopped = matches!(
+            step,
+            Step::Stopped
+                | Step::Ready
+                | Step::Released
+                | Step::Committed
+                | Step::Pulling
+                | Step::Done
+                | Step::Recovering
+                | Step::Returning
+        );
+        moves && stopped && !self.point.needs_verify()
+    }
+
     /// Returns whether the case exists: whether its victim exists, and its failure makes a
     /// difference.
     fn is_sound(&self) -> bool {
@@ -329,6 +401,7 @@ impl Case {
             back,
             disks,
             format,
+            memory,
             ..
         } = self.kind;
         let fits = match victim {
@@ -341,7 +414,14 @@ impl Case {
             Victim::DestinationFront | Victim::DestinationSupervisor => {
                 disks.leaves() && has_fronts(step)
             }
+            // Without it, missing memory is lost, and so is the guest; an operator must end it.
+            Victim::SourceQemu if memory.follows() && disks != Disks::Shared => false,
             Victim::SourceQemu => !matches!(step, Step::Asking | Step::Done),
+            // Once the guest runs, QEMU's main loop may wait for a page in the moment in which the
+            // page server ends. Such a guest hangs.
+            Victim::PageServer => {
+                memory.follows() && matches!(step, Step::Stopped | Step::Ready | Step::Released)
+            }
             Victim::DestinationQemu => !matches!(
                 step,
                 Step::Asking | Step::Offering | Step::Cancelling | Step::Refusing | Step::Returning
@@ -378,12 +458,19 @@ impl Case {
             }
         };
         let told = match disks {
-            Disks::Shared => !self.point.needs_local_disks(),
+            Disks::Shared => {
+                let lists = !self.point.needs_lists() || memory.follows();
+                lists && !self.point.needs_local_disks()
+            }
             _ => !self.point.needs_shared_disks(),
         };
+        let told = told && (!self.point.needs_what_follows() || self.kind.leaves());
         // With hybrid few blocks of a disk are missing: the guest may not access them, and in an
         // image that grows their place is unknown.
         let left = match (step, disks) {
+            (Step::Pulling, _) if memory.follows() => {
+                disks == Disks::Postcopy || !self.point.needs_writes()
+            }
             (Step::Pulling, Disks::Hybrid) => {
                 format == Format::Raw && !self.point.needs_the_guest()
             }
@@ -392,7 +479,11 @@ impl Case {
         };
         // A shared disk is not touched, whatever its format.
         let made = disks != Disks::Shared || format == Format::Raw;
-        let met = passes && told && left && made && step != Step::Elsewhere;
+        let follows = match memory {
+            Memory::Precopy => !self.point.needs_memory(),
+            _ => self.is_of_memory_that_follows(),
+        };
+        let met = passes && told && left && made && follows && step != Step::Elsewhere;
         met && fits && refuses && (waits || back == Back::AtOnce)
     }
 }
@@ -429,17 +520,18 @@ fn has_fronts(step: Step) -> bool {
     )
 }
 
-/// Returns the step of a point when disks move in this way: missing blocks arrive over a connection
-/// that is made again.
-fn step_of(point: &Point, disks: Disks) -> Step {
+/// Returns the step of a point when disks and memory move in this way: missing blocks arrive over a
+/// connection that is made again.
+fn step_of(point: &Point, disks: Disks, memory: Memory) -> Step {
     match point.step {
-        Step::Resuming if disks.leaves() => Step::Pulling,
+        Step::Resuming if disks.leaves() || memory.follows() => Step::Pulling,
         step => step,
     }
 }
 
-fn of_every_format(disks: Disks) -> [(Disks, Format); 2] {
-    [Format::Raw, Format::Qcow2].map(|format| (disks, format))
+fn of_every_format(disks: Disks) -> impl Iterator<Item = (Disks, Format, Memory)> {
+    let formats = [Format::Raw, Format::Qcow2].into_iter();
+    formats.flat_map(move |format| Memory::ALL.map(|memory| (disks, format, memory)))
 }
 
 /// Returns all variants of a victim at a point with a pair of QEMUs.
@@ -448,16 +540,17 @@ fn variants(victim: Victim, point: &Point, pair: Pair) -> Vec<Case> {
     for locks in [false, true] {
         for back in [Back::AtOnce, Back::Later] {
             for release in [Release::Late, Release::Early] {
-                for (disks, format) in Disks::ALL.into_iter().flat_map(of_every_format) {
+                for (disks, format, memory) in Disks::ALL.into_iter().flat_map(of_every_format) {
                     let kind = Kind {
                         victim,
-                        step: step_of(point, disks),
+                        step: step_of(point, disks, memory),
                         release,
                         pair,
                         locks,
                         back,
                         disks,
                         format,
+                        memory,
                     };
                     let point = point.clone();
                     cases.push(Case { kind, point });
@@ -469,10 +562,14 @@ fn variants(victim: Victim, point: &Point, pair: Pair) -> Vec<Case> {
 }
 
 /// Returns every victim at every point: with every pair of QEMUs and a late release, and with a
-/// rotating pair and an early one. Locks, the time away, disks and their image formats alternate.
+/// rotating pair and an early one; both with memory that follows and without, which has a rotating
+/// pair too. Locks, the time away, disks and their image formats alternate.
 pub fn all(mut universe: Vec<Case>) -> Vec<Case> {
     // Stable: the order of the steps is kept.
-    universe.sort_by_key(|case| (case.kind.release, case.kind.victim));
+    universe.sort_by_key(|case| {
+        let kind = case.kind;
+        (kind.release, kind.victim, kind.memory.follows())
+    });
     let alike = |one: &Case, next: &Case| key(one) == key(next);
     let mut chosen = Vec::new();
     for (number, same) in universe.chunk_by(alike).enumerate() {
@@ -482,10 +579,11 @@ pub fn all(mut universe: Vec<Case>) -> Vec<Case> {
 }
 
 /// Returns the key by which cases of `all` differ.
-fn key(case: &Case) -> (Release, Victim, String, Option<Pair>) {
-    let kind = case.kind;
-    let pair = (kind.release == Release::Late).then_some(kind.pair);
-    (kind.release, kind.victim, case.point.name.clone(), pair)
+fn key(case: &Case) -> (Release, Victim, String, bool, Option<Pair>) {
+    let (kind, name) = (case.kind, case.point.name.clone());
+    let follows = kind.memory.follows();
+    let pair = (kind.release == Release::Late && !follows).then_some(kind.pair);
+    (kind.release, kind.victim, name, follows, pair)
 }
 
 #[cfg(test)]
@@ -536,12 +634,40 @@ mod tests {
     }
 
     #[test]
+    fn memory_follows_from_the_switchover_on() {
+        let names = [
+            "source:before-send:offer",
+            "destination:before-send:loading",
+            "source:before-send:list",
+            "source:after-receipt:missing",
+            "source:before-send:resume",
+        ];
+        let points = names.map(|name| Point::named(name).unwrap());
+        let of = |name: &str| -> Vec<Case> {
+            let mut universe = universe(&points);
+            universe.retain(|case| case.point.name == name);
+            universe
+        };
+        let follows = |case: &Case| case.kind.memory.follows();
+        let [offer, loading, list, missing, resume] = names.map(of);
+        assert!(!offer.iter().any(follows));
+        assert!(!loading.is_empty() && loading.iter().all(follows));
+        let shared = |case: &&Case| case.kind.disks == Disks::Shared;
+        assert!(list.iter().filter(shared).all(follows));
+        assert!(missing.iter().filter(shared).any(follows));
+        for case in resume.iter().filter(|case| follows(case)) {
+            assert_eq!(case.kind.step, Step::Pulling, "{case}");
+        }
+    }
+
+    #[test]
     fn names_are_different() {
         let universe = universe(&points());
         let names: HashSet<String> = universe.iter().map(Case::to_string).collect();
         assert_eq!(names.len(), universe.len());
         assert!(names.contains(
-            "source-agent:source:after-record:released:7.2-10.0:early:locks-off:later:qcow2:mirror"
+            "source-agent:source:after-record:released:7.2-10.0:early:locks-off:later:qcow2:mirror:\
+             precopy"
         ));
     }
 }

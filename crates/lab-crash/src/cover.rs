@@ -104,7 +104,8 @@ fn traits(kind: &Kind) -> Vec<usize> {
         Victim::SourceFront
         | Victim::DestinationFront
         | Victim::SourceSupervisor
-        | Victim::DestinationSupervisor => 2,
+        | Victim::DestinationSupervisor
+        | Victim::PageServer => 2,
         Victim::Connection | Victim::Link => 3,
     };
     let part = match kind.step {
@@ -126,7 +127,8 @@ fn traits(kind: &Kind) -> Vec<usize> {
         Victim::DestinationAgent
         | Victim::DestinationQemu
         | Victim::DestinationFront
-        | Victim::DestinationSupervisor => 1,
+        | Victim::DestinationSupervisor
+        | Victim::PageServer => 1,
         Victim::BothAgents | Victim::Connection | Victim::Link | Victim::Record => 2,
     };
     let mut values = vec![what, part, side];
@@ -140,7 +142,7 @@ fn properties(kind: &Kind) -> Vec<usize> {
     values
 }
 
-fn circumstances(kind: &Kind) -> [usize; 6] {
+fn circumstances(kind: &Kind) -> [usize; 7] {
     [
         kind.pair as usize,
         kind.release as usize,
@@ -148,6 +150,7 @@ fn circumstances(kind: &Kind) -> [usize; 6] {
         kind.back as usize,
         kind.disks as usize,
         kind.format as usize,
+        kind.memory as usize,
     ]
 }
 

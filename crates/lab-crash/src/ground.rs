@@ -7,6 +7,7 @@ use longhaul_lab::arena::{Arena, ArenaError, Workload};
 use longhaul_lab::error::{During, LabError};
 use longhaul_lab::guest::{CHANNEL_NAME, KernelFiles, Tiny};
 use longhaul_lab::lab::{Lab, Plan};
+use longhaul_lab::link::spec::LinkSpec;
 use longhaul_lab::process;
 use longhaul_lab::product::{Product, Settings, channel_socket};
 use std::fs;
@@ -16,7 +17,8 @@ use std::time::Duration;
 
 /// The time limit of waits, on any slow machine.
 pub(super) const LIMIT: Duration = Duration::from_secs(300);
-const LINK: &str = "400mbit,4ms";
+/// The link between the hosts.
+pub(super) const LINK: &str = "400mbit,4ms";
 /// So small that a move takes a second.
 const MEMORY_MIB: u64 = 128;
 const ARENA_BYTES: u64 = 8 << 20;
@@ -50,13 +52,10 @@ pub(super) struct Ground {
 impl Ground {
     /// Creates the hosts, and boots the guest.
     pub(super) fn make(site: Site, seed: u64) -> Result<Self, LabError> {
-        let link = LINK
-            .parse()
-            .map_err(|error| LabError::Which(format!("{error}")))?;
         let plan = Plan {
             purpose: "crash matrix".to_owned(),
             hosts: 2,
-            link,
+            link: link(LINK)?,
             seed,
         };
         let mut lab = Lab::create(&plan)?;
@@ -174,6 +173,21 @@ impl Ground {
         Ok(self.processes(host)?.into_iter().filter(is_one).collect())
     }
 
+    /// Returns the page servers on a host.
+    pub(super) fn page_servers(&self, host: usize) -> Result<Vec<i32>, LabError> {
+        let is_one = |pid: &i32| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            line.split(|byte| *byte == 0)
+                .any(|word| word == b"page-server")
+        };
+        Ok(self.processes(host)?.into_iter().filter(is_one).collect())
+    }
+
+    /// Changes the link.
+    pub(super) fn set_link(&self, spec: &str) -> Result<(), LabError> {
+        self.lab.link(0, 1)?.change(link(spec)?)
+    }
+
     fn processes(&self, host: usize) -> Result<Vec<i32>, LabError> {
         processes(&self.lab, host)
     }
@@ -285,7 +299,7 @@ impl Ground {
                     )));
                 }
             }
-            for kind in ["journal", "fronts", "arriving"] {
+            for kind in ["journal", "fronts", "arriving", "following"] {
                 let (folder, mut files) = (state.join(kind), Vec::new());
                 if folder.exists() {
                     list(&folder, "", &mut files)?;
@@ -340,6 +354,11 @@ impl Ground {
     pub(super) fn end(&self) -> Result<(), LabError> {
         self.product.stop_guest(self.at, &self.guest)
     }
+}
+
+fn link(spec: &str) -> Result<LinkSpec, LabError> {
+    let parsed = spec.parse();
+    parsed.map_err(|error| LabError::Which(format!("{error}")))
 }
 
 fn processes(lab: &Lab, host: usize) -> Result<Vec<i32>, LabError> {

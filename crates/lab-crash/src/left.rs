@@ -1,10 +1,10 @@
-//! Ensures that blocks of the guest's disk are missing when the guest runs at the destination, and
-//! that they arrive slowly enough for the guest to access them.
+//! Ensures that blocks of the guest's disk, or memory, are missing when the guest runs at the
+//! destination, and that they arrive slowly enough for the guest to access them.
 //!
 //! An agent is held on the way, by a file of its own, until that is so.
 
 use super::case::{Case, Disks};
-use super::ground::{Ground, LIMIT};
+use super::ground::{Ground, LIMIT, LINK};
 use super::point::{Side, Step};
 use longhaul_api::Phase;
 use longhaul_lab::error::LabError;
@@ -15,6 +15,9 @@ use std::path::PathBuf;
 /// The rate of missing blocks while the guest must access them.
 const SLOW: &str = "2mbit";
 
+/// The link while memory must be missing.
+const NARROW: &str = "4mbit,4ms";
+
 /// The condition before blocks are missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Need {
@@ -22,11 +25,14 @@ enum Need {
     Hot,
     /// Missing blocks arrive slowly.
     Slow,
+    /// So does everything.
+    Narrow,
 }
 
 fn need(case: &Case) -> Option<Need> {
     match case.kind.disks {
         _ if case.kind.step != Step::Pulling => None,
+        _ if case.kind.memory.follows() => Some(Need::Narrow),
         Disks::Hybrid => Some(Need::Hot),
         _ if case.point.needs_the_guest() => Some(Need::Slow),
         _ => None,
@@ -48,6 +54,8 @@ pub(super) fn arm(case: &Case, side: Side, ground: &Ground) -> Result<Option<Str
     let point = match (need(case), side) {
         // The guest runs at the source, and blocks arrive.
         (Some(Need::Hot), Side::Destination) => "destination:before-send:accepted",
+        // It is stopped, and nothing of its missing memory has been sent.
+        (Some(Need::Narrow), Side::Destination) => "destination:after-receipt:complete",
         // It runs at the destination, and no missing block has arrived.
         (Some(Need::Slow), Side::Source) => "source:after-receipt:missing",
         _ => return Ok(None),
@@ -82,15 +90,21 @@ pub(super) fn lead_up(case: &Case, ground: &Ground, source: usize) -> Result<(),
             ground.disk.wait_for_a_hot_place(LIMIT)?;
         }
         Need::Slow => limit(ground, source, SLOW)?,
+        Need::Narrow => ground.set_link(NARROW)?,
     }
     super::run::remove(&marker)
 }
 
-/// Removes the limit of missing blocks.
-pub(super) fn mend(case: &Case, ground: &Ground, source: usize) {
-    if comes_slowly(case) {
-        // The move may be over, and a restarted agent has no limit.
-        let _ = limit(ground, source, "none");
+/// Lets missing blocks arrive as fast as they can.
+pub(super) fn mend(case: &Case, ground: &Ground, source: usize) -> Result<(), LabError> {
+    match need(case) {
+        Some(Need::Slow) => {
+            // The move may be over, and a restarted agent has no limit.
+            let _ = limit(ground, source, "none");
+            Ok(())
+        }
+        Some(Need::Narrow) => ground.set_link(LINK),
+        Some(Need::Hot) | None => Ok(()),
     }
 }
 

@@ -67,8 +67,8 @@ pub struct Options {
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// Only the cases whose names begin with this:
-    /// VICTIM:POINT:QEMU:late|early:locks-on|locks-off:at-once|later:raw|qcow2:STRATEGY, where
-    /// STRATEGY is shared, precopy, mirror, hybrid or postcopy
+    /// VICTIM:POINT:QEMU:late|early:locks-on|locks-off:at-once|later:raw|qcow2:DISKS:MEMORY, where
+    /// DISKS is shared, precopy, mirror, hybrid or postcopy, and MEMORY precopy, hybrid or postcopy
     #[arg(long, value_name = "NAME")]
     pub only: Vec<String>,
     /// Before the point, let QEMU complete its migration by itself, which it must never do

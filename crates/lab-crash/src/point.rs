@@ -4,7 +4,7 @@
 use longhaul_lab::error::LabError;
 
 /// The step of a move in which a point is. The first nine follow each other, the eighth only where
-/// blocks of a disk are missing.
+/// blocks of a disk or of memory are missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Step {
     /// `longhaul plan` asks; nothing moves.
@@ -21,7 +21,8 @@ pub enum Step {
     Released,
     /// The destination has COMMITTED in its journal.
     Committed,
-    /// The guest runs at the destination, which fetches the missing blocks of its disks.
+    /// The guest runs at the destination, which fetches the missing blocks of its disks and its
+    /// memory.
     Pulling,
     /// The source has DONE in its journal.
     Done,
@@ -134,6 +135,8 @@ const PLACES: &[(Step, &[&str])] = &[
             "d:after-receipt:list",
             "s:before-send:complete",
             "d:after-receipt:complete",
+            "d:before-send:loading",
+            "s:after-receipt:loading",
             "d:before-send:loaded",
             "s:after-receipt:loaded",
             "s:before-send:verify-region",
@@ -187,6 +190,10 @@ const PLACES: &[(Step, &[&str])] = &[
         Step::Done,
         &[
             "d:before-send:summary",
+            "d:before-send:faults",
+            "s:after-receipt:faults",
+            "d:before-send:used",
+            "s:after-receipt:used",
             "d:before-record:all-present",
             "d:after-record:all-present",
             "d:before-send:all-present",
@@ -203,6 +210,8 @@ const PLACES: &[(Step, &[&str])] = &[
             "s:after-receipt:clock",
             "d:before-send:closed",
             "s:after-receipt:closed",
+            "d:before-send:rate",
+            "s:after-receipt:rate",
         ],
     ),
     (
@@ -304,7 +313,22 @@ impl Point {
 
     /// Returns whether it is passed only when disks move too.
     pub fn needs_local_disks(&self) -> bool {
-        ["offer-disks", "list"].contains(&self.what())
+        self.what() == "offer-disks"
+    }
+
+    /// Returns whether it is passed only when disks move too, or memory follows.
+    pub fn needs_lists(&self) -> bool {
+        self.what() == "list"
+    }
+
+    /// Returns whether it is passed only when blocks of disks or memory follow.
+    pub fn needs_what_follows(&self) -> bool {
+        self.what() == "used"
+    }
+
+    /// Returns whether it is passed only when memory follows.
+    pub fn needs_memory(&self) -> bool {
+        ["loading", "faults"].contains(&self.what())
     }
 
     /// Returns whether it is passed only when no disks move: another message offers a guest with
@@ -316,6 +340,16 @@ impl Point {
     /// Returns its message, or record.
     pub fn what(&self) -> &str {
         self.name.rsplit(':').next().unwrap_or_default()
+    }
+
+    /// Returns whether it is passed only when the guest writes to missing blocks of a disk.
+    pub fn needs_writes(&self) -> bool {
+        self.what() == "superseded"
+    }
+
+    /// Returns whether it is passed only over a connection that is made again, unless disks follow.
+    pub fn needs_another_connection(&self) -> bool {
+        ["missing", "resume", "resumed"].contains(&self.what())
     }
 
     /// Returns whether it is passed only when the guest accesses missing blocks.

@@ -47,6 +47,13 @@ const DESTINATION_OR_NOWHERE: Places = Places(&[Place::Destination, Place::Nowhe
 
 /// Returns the allowed final places of the guest.
 pub fn places(case: &Case) -> Places {
+    if may_be_loading(case) {
+        return match case.kind.victim {
+            Victim::SourceQemu => DESTINATION_OR_NOWHERE,
+            Victim::DestinationQemu => SOURCE_OR_NOWHERE,
+            _ => EITHER,
+        };
+    }
     match case.kind.release {
         Release::Late => late(case),
         Release::Early => early(case),
@@ -88,15 +95,26 @@ fn early(case: &Case) -> Places {
         Victim::SourceFront
         | Victim::DestinationFront
         | Victim::SourceSupervisor
-        | Victim::DestinationSupervisor => EITHER,
+        | Victim::DestinationSupervisor
+        | Victim::PageServer => EITHER,
         Victim::Record => late(case),
     }
+}
+
+/// Returns whether the destination may still be loading the guest: it asks for missing memory then,
+/// too.
+fn may_be_loading(case: &Case) -> bool {
+    case.kind.memory.follows() && case.point.needs_the_guest()
 }
 
 /// Returns whether READY may have been written and sent by the destination while the source is
 /// held.
 fn may_be_ready(case: &Case) -> bool {
-    case.point.name == "source:after-receipt:loaded"
+    [
+        "source:after-receipt:loaded",
+        "source:after-receipt:loading",
+    ]
+    .contains(&case.point.name.as_str())
 }
 
 fn late(case: &Case) -> Places {
@@ -132,6 +150,10 @@ fn late(case: &Case) -> Places {
             _ => SOURCE,
         },
         Victim::SourceQemu => match step {
+            // What is missing is lost. All of it may have come.
+            Step::Released | Step::Committed | Step::Pulling if case.kind.memory.follows() => {
+                DESTINATION_OR_NOWHERE
+            }
             // It is not needed once the destination has everything.
             Step::Stopped | Step::Ready | Step::Recovering => DESTINATION_OR_NOWHERE,
             Step::Released | Step::Committed | Step::Pulling | Step::Done => DESTINATION,
@@ -158,7 +180,8 @@ fn late(case: &Case) -> Places {
         Victim::SourceFront
         | Victim::DestinationFront
         | Victim::SourceSupervisor
-        | Victim::DestinationSupervisor => match step {
+        | Victim::DestinationSupervisor
+        | Victim::PageServer => match step {
             Step::Released | Step::Committed | Step::Pulling => DESTINATION,
             _ => EITHER,
         },
@@ -189,7 +212,7 @@ pub enum Meanwhile {
     InDoubt,
     /// It is released, and not committed: no copy runs.
     Silent,
-    /// It runs at the destination, which reports missing blocks of its disks.
+    /// It runs at the destination, which reports missing blocks of its disks or its memory.
     Fetches,
 }
 
@@ -199,10 +222,11 @@ pub fn meanwhile(case: &Case) -> Option<Meanwhile> {
         return None;
     }
     let side = case.point.side;
-    // With hybrid, the guest may have overwritten all missing blocks.
+    // With hybrid, the guest may have overwritten all missing blocks of a disk.
     if case.kind.step == Step::Pulling {
         let alone = matches!(case.kind.victim, Victim::SourceAgent | Victim::Link);
-        return (alone && case.kind.disks == Disks::Postcopy).then_some(Meanwhile::Fetches);
+        let fetches = case.kind.disks == Disks::Postcopy || case.kind.memory.follows();
+        return (alone && fetches && !may_be_loading(case)).then_some(Meanwhile::Fetches);
     }
     if case.kind.release == Release::Early {
         return meanwhile_early(case);
@@ -249,7 +273,7 @@ fn meanwhile_early(case: &Case) -> Option<Meanwhile> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::case::{Kind, Pair};
+    use super::super::case::{Kind, Memory, Pair};
     use super::super::point::Point;
     use super::*;
     use longhaul_lab::guest::disks::Format;
@@ -266,6 +290,7 @@ mod tests {
                 back,
                 disks: Disks::Shared,
                 format: Format::Raw,
+                memory: Memory::Precopy,
             },
             point,
         }

@@ -33,6 +33,8 @@ const SHORT_CUT: Duration = Duration::from_millis(800);
 const LONG_CUT: Duration = Duration::from_secs(3600);
 /// How long the guest must be heard from one host only.
 const WINDOW: Duration = Duration::from_millis(150);
+/// What the destination says when missing memory is lost.
+const LOST: &str = "the source has lost";
 /// The polling interval of the agents.
 const ASK_EVERY: Duration = Duration::from_millis(40);
 
@@ -108,6 +110,7 @@ impl Trial<'_> {
             self.judge_meanwhile(expected)?;
         }
         self.mend().map_err(words)?;
+        self.end_without_memory(&mut asked)?;
         finish(asked).map_err(words)?;
         let place = self.settle()?;
         self.judge(place, &before)?;
@@ -149,6 +152,11 @@ impl Trial<'_> {
             }
             (Step::Returning, Side::Destination) => {
                 arms.push(format!("destination:after-record:committed={hold}"));
+            }
+            (Step::Pulling, Side::Source)
+                if point.needs_another_connection() && !self.case.kind.disks.leaves() =>
+            {
+                arms.push("source:after-receipt:committed=disconnect".to_owned());
             }
             _ => {}
         }
@@ -194,6 +202,10 @@ impl Trial<'_> {
         let disks = self.case.kind.disks.name();
         let mut more = vec!["--patience", patience, "--downtime", DOWNTIME];
         more.extend(["--disks", disks]);
+        let memory = self.case.kind.memory;
+        if memory.follows() {
+            more.extend(["--strategy", memory.name()]);
+        }
         if self.case.compares() {
             more.push("--verify");
         }
@@ -339,18 +351,17 @@ impl Trial<'_> {
         }
         if let Some((side, part)) = victim.front() {
             let host = self.host(side);
-            let mut found = Ok(Vec::new());
-            // It may be just being inserted.
-            wait_until(LIMIT, || {
-                found = self.ground.fronts(host, part);
-                !matches!(&found, Ok(pids) if pids.is_empty())
-            });
-            let pids = found?;
-            if pids.is_empty() {
-                let what = format!("no disk export at host {host} has the part `{part}`");
-                return Err(LabError::Which(what));
-            }
-            kill_all(&pids)?;
+            kill_found(
+                || self.ground.fronts(host, part),
+                &format!("no disk export at host {host} has the part `{part}`"),
+            )?;
+        }
+        if victim == Victim::PageServer {
+            let host = self.host(Side::Destination);
+            kill_found(
+                || self.ground.page_servers(host),
+                &format!("no page server at host {host}"),
+            )?;
         }
         if victim == Victim::Link {
             let time = match self.case.kind.back {
@@ -406,9 +417,11 @@ impl Trial<'_> {
         let (product, guest) = (&self.ground.product, &self.ground.guest);
         let latest = product.latest_migration(1 - self.source, guest);
         let latest = latest.map_err(words)?;
+        let memory = self.case.kind.memory.follows();
         let left = |progress: &Progress| -> u64 {
-            let disks = progress.regions.iter().filter(|region| region.disk);
-            disks.map(|disk| disk.blocks_pending).sum()
+            let regions = progress.regions.iter();
+            let follow = regions.filter(|region| region.disk || memory);
+            follow.map(|region| region.blocks_pending).sum()
         };
         match &latest {
             Some(moving)
@@ -424,7 +437,7 @@ impl Trial<'_> {
     }
 
     fn mend(&mut self) -> Result<(), LabError> {
-        left::mend(self.case, self.ground, self.source);
+        left::mend(self.case, self.ground, self.source)?;
         if self.case.kind.victim == Victim::Link && self.case.kind.back == Back::Later {
             self.ground.lab.link(0, 1)?.heal()?;
         }
@@ -440,6 +453,32 @@ impl Trial<'_> {
             self.ground.restart(self.host(*side), "")?;
         }
         Ok(())
+    }
+
+    /// Ends a guest as an operator would whose missing memory is lost with the source's QEMU.
+    fn end_without_memory(&self, asked: &mut Asked) -> Result<(), Fault> {
+        let kind = self.case.kind;
+        if kind.victim != Victim::SourceQemu || !kind.memory.follows() {
+            return Ok(());
+        }
+        let (product, guest) = (&self.ground.product, &self.ground.guest);
+        let there = 1 - self.source;
+        let mut lost = false;
+        let known = wait_until(LIMIT, || {
+            let latest = product.latest_migration(there, guest);
+            let progress = latest.ok().flatten().and_then(|latest| latest.progress);
+            let trouble = progress.and_then(|progress| progress.trouble);
+            lost = trouble.is_some_and(|trouble| trouble.contains(LOST));
+            lost || asked.has_ended() || interrupt::check().is_err()
+        });
+        match (known, lost) {
+            (false, _) => Err("the destination does not say that memory is lost".to_owned()),
+            (true, true) => {
+                let pids = self.ground.qemus(there).map_err(words)?;
+                kill_all(&pids).map_err(words)
+            }
+            (true, false) => Ok(()),
+        }
     }
 
     /// Waits until neither agent has a move under way or in doubt; returns the guest's place.
@@ -549,6 +588,23 @@ impl Trial<'_> {
         }
         Err(format!("the guest is heard from {heard:?}"))
     }
+}
+
+/// Kills processes, which may be just being started.
+fn kill_found(
+    mut find: impl FnMut() -> Result<Vec<i32>, LabError>,
+    none: &str,
+) -> Result<(), LabError> {
+    let mut found = Ok(Vec::new());
+    wait_until(LIMIT, || {
+        found = find();
+        !matches!(&found, Ok(pids) if pids.is_empty())
+    });
+    let pids = found?;
+    if pids.is_empty() {
+        return Err(LabError::Which(none.to_owned()));
+    }
+    kill_all(&pids)
 }
 
 impl Asked {

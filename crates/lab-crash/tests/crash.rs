@@ -72,8 +72,10 @@ fn a_qemu_that_converged_by_itself_never_resumes_a_released_guest() {
         ("stopping:converged", "at-once"),
         ("after-record:released", "later"),
     ] {
-        let name =
-            |qemu| format!("source-agent:source:{point}:{qemu}:late:locks-off:{back}:raw:shared");
+        let name = |qemu| {
+            let failure = format!("source-agent:source:{point}");
+            format!("{failure}:{qemu}:late:locks-off:{back}:raw:shared:precopy")
+        };
         // The name of a 7.2 case is not a prefix of a 7.2-10.0 case.
         let options = Options {
             only: vec![name("7.2"), name("10.0"), name("11.1")],
@@ -96,14 +98,47 @@ fn whatever_fails_a_guest_of_qemu_11_1_is_there_once() {
     }
     let _turn = turn();
     let only = [
-        "source-agent:source:after-record:released:11.1:late:locks-off:later:raw:shared",
-        "source-qemu:source:before-record:released:11.1:late:locks-off:at-once:raw:shared",
-        "destination-agent:destination:before-record:ready:11.1:late:locks-off:at-once:raw:shared",
-        "destination-agent:destination:after-record:committed:11.1:late:locks-off:later:raw:shared",
-        "destination-qemu:destination:before-record:ready:11.1:late:locks-off:at-once:raw:shared",
+        (
+            "source-agent:source:after-record:released",
+            "later",
+            "precopy",
+        ),
+        (
+            "source-qemu:source:before-record:released",
+            "at-once",
+            "precopy",
+        ),
+        (
+            "destination-agent:destination:before-record:ready",
+            "at-once",
+            "precopy",
+        ),
+        (
+            "destination-agent:destination:after-record:committed",
+            "later",
+            "precopy",
+        ),
+        (
+            "destination-qemu:destination:before-record:ready",
+            "at-once",
+            "precopy",
+        ),
+        (
+            "source-agent:destination:before-send:loading",
+            "at-once",
+            "postcopy",
+        ),
+        (
+            "destination-agent:source:after-receipt:missing",
+            "later",
+            "hybrid",
+        ),
     ];
+    let name = |(failure, back, memory): (&str, &str, &str)| {
+        format!("{failure}:11.1:late:locks-off:{back}:raw:shared:{memory}")
+    };
     let options = Options {
-        only: only.map(str::to_owned).to_vec(),
+        only: only.map(name).to_vec(),
         ..Options::default()
     };
     let cases = crash::choose(&options).unwrap();

@@ -131,11 +131,10 @@ named! { ToSource in TO_SOURCE by to_source_name:
     AnswerLacking "answer" [],
     Arbiter "arbiter" [],
     Known "known" [],
-    // No memory of a guest of the crash matrix follows.
-    Loading "loading" [],
-    Faults "faults" [],
-    Used "used" [],
-    Rate "rate" [],
+    Loading "loading" [Destination],
+    Faults "faults" [Destination],
+    Used "used" [Destination],
+    Rate "rate" [Destination],
 }
 
 impl Named for ToDestination {
