@@ -417,11 +417,9 @@ impl Case {
             // Without it, missing memory is lost, and so is the guest; an operator must end it.
             Victim::SourceQemu if memory.follows() && disks != Disks::Shared => false,
             Victim::SourceQemu => !matches!(step, Step::Asking | Step::Done),
-            // Once the guest runs, QEMU's main loop may wait for a page in the moment in which the
-            // page server ends. Such a guest hangs.
-            Victim::PageServer => {
-                memory.follows() && matches!(step, Step::Stopped | Step::Ready | Step::Released)
-            }
+            // Once the destination was told to run the guest, QEMU's main loop may wait for a page
+            // when the page server ends. Such a guest hangs.
+            Victim::PageServer => memory.follows() && matches!(step, Step::Stopped | Step::Ready),
             Victim::DestinationQemu => !matches!(
                 step,
                 Step::Asking | Step::Offering | Step::Cancelling | Step::Refusing | Step::Returning

@@ -180,11 +180,12 @@ fn late(case: &Case) -> Places {
         Victim::SourceFront
         | Victim::DestinationFront
         | Victim::SourceSupervisor
-        | Victim::DestinationSupervisor
-        | Victim::PageServer => match step {
+        | Victim::DestinationSupervisor => match step {
             Step::Released | Step::Committed | Step::Pulling => DESTINATION,
             _ => EITHER,
         },
+        // Until COMMITTED, the destination may give up.
+        Victim::PageServer => EITHER,
         Victim::Record => match step {
             Step::Committed | Step::Done => DESTINATION,
             Step::Released if side == Side::Destination => DESTINATION,

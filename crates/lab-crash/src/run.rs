@@ -110,7 +110,7 @@ impl Trial<'_> {
             self.judge_meanwhile(expected)?;
         }
         self.mend().map_err(words)?;
-        self.end_without_memory(&mut asked)?;
+        self.end_without_memory()?;
         finish(asked).map_err(words)?;
         let place = self.settle()?;
         self.judge(place, &before)?;
@@ -456,7 +456,7 @@ impl Trial<'_> {
     }
 
     /// Ends a guest as an operator would whose missing memory is lost with the source's QEMU.
-    fn end_without_memory(&self, asked: &mut Asked) -> Result<(), Fault> {
+    fn end_without_memory(&self) -> Result<(), Fault> {
         let kind = self.case.kind;
         if kind.victim != Victim::SourceQemu || !kind.memory.follows() {
             return Ok(());
@@ -469,7 +469,7 @@ impl Trial<'_> {
             let progress = latest.ok().flatten().and_then(|latest| latest.progress);
             let trouble = progress.and_then(|progress| progress.trouble);
             lost = trouble.is_some_and(|trouble| trouble.contains(LOST));
-            lost || asked.has_ended() || interrupt::check().is_err()
+            lost || matches!(self.settled(), Ok(Some(_))) || interrupt::check().is_err()
         });
         match (known, lost) {
             (false, _) => Err("the destination does not say that memory is lost".to_owned()),

@@ -32,9 +32,9 @@ const WHILE_RUNNING: &str = "80mbit,4ms";
 const BUSIER: u64 = 2000;
 /// The link while memory follows: so slow that most of it follows after the first trouble.
 const NARROW: &str = "4mbit,4ms";
-/// How long the link then needs for what was missing at first, once that is known. A trouble must
-/// come within a part of it.
-const DRAIN: Duration = Duration::from_secs(10);
+/// How long the link then needs for the share of what was missing that is waited for first, once
+/// that is known. A trouble must come within this.
+const PART: Duration = Duration::from_millis(3300);
 const RTT: Duration = Duration::from_millis(4);
 
 /// The command that QEMU's monitor needs before any other.
@@ -283,8 +283,8 @@ fn has_come(share: f64, guest: &Running, stage: &Stage, from: usize, first: &mut
             *first > 0 || stage.qemus(from, &guest.name).is_empty()
         });
         assert!(is_shown && *first > 0, "nothing is missing");
-        let bits = *first as f64 * 4096.0 * 8.0;
-        let link = LinkSpec::new((bits / DRAIN.as_secs_f64()) as u64, RTT);
+        let bits = *first as f64 * share * 4096.0 * 8.0;
+        let link = LinkSpec::new((bits / PART.as_secs_f64()) as u64, RTT);
         stage.lab.link(0, 1).unwrap().change(link).unwrap();
     }
     let most = (*first as f64 * (1.0 - share)) as u64;
