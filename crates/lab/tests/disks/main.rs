@@ -193,7 +193,8 @@ fn a_disk_moves_with_its_guest_of_a_pc_of_qemu_11_1() {
         return;
     };
     stage.moves_all(0, "hybrid", &SOON);
-    stage.judge(1);
+    stage.moves_all(1, "postcopy", &SOON);
+    stage.judge(0);
 }
 
 #[test]
