@@ -337,6 +337,9 @@ fn survives(guest: &mut Running, stage: &mut Stage, from: usize, how: &str, trou
         moving.so_far().why()
     );
     change(stage, NARROW);
+    if how == "postcopy" {
+        assert!(code_ahead(stage, from) > 100, "its code is not found");
+    }
     let mut first = 0;
     for trouble in troubles {
         assert_eq!(
@@ -348,6 +351,16 @@ fn survives(guest: &mut Running, stage: &mut Stage, from: usize, how: &str, trou
     }
     change(stage, LINK);
     has_followed(guest, stage, from);
+}
+
+/// Returns how many blocks of code went ahead of a guest's memory in the last move from a host.
+fn code_ahead(stage: &mut Stage, from: usize) -> u64 {
+    let agent = stage.product.agent_mut(from).unwrap();
+    let log = fs::read_to_string(agent.log()).unwrap();
+    let lines = log.lines().filter(|line| line.contains("goes ahead"));
+    let said = lines.last().and_then(|line| line.split_once("blocks="));
+    let blocks = said.and_then(|(_, rest)| rest.split_whitespace().next()?.parse().ok());
+    blocks.unwrap_or(0)
 }
 
 /// Returns these troubles, each when as much more has come: the first at once.
@@ -524,7 +537,7 @@ fn lost_memory_is_said_and_given_up_by_an_operator() {
         return;
     };
     let guest = stage.boot(&tiny("lost", Chipset::Q35, "10.0", 1), BUSY);
-    let words = ["--strategy", "postcopy", SLOW[0], SLOW[1]];
+    let words = ["--strategy", "postcopy", "--bandwidth", "40mbit"];
     let mut moving = guest.migrate(&stage, 0, &words);
     let follows = moving.wait_for_phase(Phase::Finishing, LIMIT);
     assert!(follows, "{}", moving.so_far().why());
