@@ -419,7 +419,9 @@ impl Case {
             Victim::SourceQemu => !matches!(step, Step::Asking | Step::Done),
             // Once the destination was told to run the guest, QEMU's main loop may wait for a page
             // when the page server ends. Such a guest hangs.
-            Victim::PageServer => memory.follows() && matches!(step, Step::Stopped | Step::Ready),
+            Victim::PageServer => {
+                memory.follows() && matches!(step, Step::Stopped | Step::Ready | Step::Released)
+            }
             Victim::DestinationQemu => !matches!(
                 step,
                 Step::Asking | Step::Offering | Step::Cancelling | Step::Refusing | Step::Returning

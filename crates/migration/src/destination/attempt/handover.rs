@@ -2,6 +2,7 @@
 
 use crate::destination::arriving_memory::MemoryNews;
 use crate::destination::attempt::{DestinationAttempt, next_news};
+use crate::destination::call::Call;
 use crate::destination::fetch::{Begun, Fetch};
 use crate::destination::page_server;
 use crate::handover::attempt_record::abort_reason;
@@ -13,10 +14,11 @@ use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve, Side};
 use longhaul_attempt::destination::{Action, Event};
 use longhaul_engine::handover::DestinationState;
 use longhaul_hypervisor::manager::CommitError;
-use longhaul_protocol::Generation;
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::message::{Summary, ToSource};
+use longhaul_protocol::{BlockRange, Generation, RegionId};
 use std::time::Duration;
+use tokio::sync::mpsc::error::TryRecvError;
 use tokio::time::Instant;
 
 impl DestinationAttempt {
@@ -212,17 +214,35 @@ impl DestinationAttempt {
                 done = &mut commit => return done,
                 news = next_news(memory) => news,
             };
-            if let (MemoryNews::Want(region, range), Some(call)) = (news, call.as_mut()) {
-                let ranges = vec![range];
-                if let Err(error) = call.sender.send(&ToSource::Want { region, ranges }) {
-                    // The task that fetches memory asks again.
-                    tracing::info!(%error, "the source is gone");
+            if let MemoryNews::Want(region, range) = news {
+                pass_on(call, region, range);
+            }
+        }
+    }
+
+    /// Returns why nothing serves the memory that follows, if so. Passes on what QEMU asks for.
+    fn is_stuck(&mut self) -> Option<String> {
+        let Self { memory, call, .. } = self;
+        let following = memory.as_mut()?;
+        loop {
+            match following.news.try_recv() {
+                Ok(MemoryNews::Want(region, range)) => pass_on(call, region, range),
+                Ok(MemoryNews::Whole) => {}
+                Ok(MemoryNews::Gone(why)) => return Some(why),
+                Err(TryRecvError::Empty) => return None,
+                Err(TryRecvError::Disconnected) => {
+                    let stuck = !following.memory.is_whole();
+                    return stuck.then(|| "its page server has ended".to_owned());
                 }
             }
         }
     }
 
     async fn resume_guest(&mut self) -> Event {
+        // QEMU would wait for a page that does not come, and answer no command any more.
+        if let Some(why) = self.is_stuck() {
+            return Event::ResumeFailed(crate::channel::short(&why));
+        }
         let generation = self.handover.ledger.terms.next();
         self.companions.committed().await;
         match self.commit(generation).await {
@@ -345,5 +365,14 @@ impl DestinationOwner for DestinationAttempt {
             | Action::Write(_)
             | Action::Note(_) => None,
         }
+    }
+}
+
+/// Asks the source for what QEMU waits for. The task that fetches memory asks again.
+fn pass_on(call: &mut Option<Call>, region: RegionId, range: BlockRange) {
+    let Some(call) = call else { return };
+    let ranges = vec![range];
+    if let Err(error) = call.sender.send(&ToSource::Want { region, ranges }) {
+        tracing::info!(%error, "the source is gone");
     }
 }
