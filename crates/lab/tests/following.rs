@@ -577,7 +577,11 @@ fn a_guest_that_ends_needs_no_memory() {
         return;
     };
     let guest = stage.boot(&tiny("lost", Chipset::Q35, "10.0", 2), BUSY);
-    let mut moving = guest.migrate(&stage, 0, &["--strategy", "postcopy"]);
+    let mut moving = guest.migrate(
+        &stage,
+        0,
+        &["--strategy", "postcopy", "--bandwidth", "40mbit"],
+    );
     assert!(
         moving.wait_for_phase(Phase::Finishing, LIMIT),
         "{}",

@@ -21,6 +21,9 @@ use std::time::Duration;
 use tokio::sync::mpsc::error::TryRecvError;
 use tokio::time::Instant;
 
+/// How long QEMU may take to answer `cont` when the source is gone, whose memory it may wait for.
+const ANSWER_WITHOUT_SOURCE: Duration = Duration::from_millis(200);
+
 impl DestinationAttempt {
     /// Passes an event to the core, and carries out what the core decides.
     pub(crate) async fn tell(&mut self, event: Event) {
@@ -209,9 +212,23 @@ impl DestinationAttempt {
         } = self;
         let commit = inbound.commit(generation, offer.paused);
         tokio::pin!(commit);
+        let control = call.as_ref().map(|call| call.control.clone());
+        let control = control.filter(|_| memory.is_some());
+        let gone = async {
+            match control {
+                Some(control) => control.closed().await,
+                None => std::future::pending().await,
+            };
+            tokio::time::sleep(ANSWER_WITHOUT_SOURCE).await;
+        };
+        tokio::pin!(gone);
         loop {
             let news = tokio::select! {
                 done = &mut commit => return done,
+                () = &mut gone => {
+                    let why = "the source is gone, and QEMU may wait for its memory".to_owned();
+                    return Err(CommitError::Unknown(why));
+                }
                 news = next_news(memory) => news,
             };
             if let MemoryNews::Want(region, range) = news {
@@ -247,12 +264,8 @@ impl DestinationAttempt {
         self.companions.committed().await;
         match self.commit(generation).await {
             Ok(()) => {
-                if !self.offer.paused {
-                    self.clock = Some(self.inbound.set_clock());
-                    self.rate = self.inbound.measure_rate();
-                }
                 self.commit_time = self.commit_at.map_or(Duration::ZERO, |at| at.elapsed());
-                self.running = Some(self.companions.running());
+                self.runs();
                 Event::Resumed
             }
             // QEMU refused `cont`, so the guest has never run here.
@@ -260,9 +273,19 @@ impl DestinationAttempt {
             // The guest may have run before QEMU stopped answering, so it counts as running here.
             Err(error @ CommitError::Unknown(_)) => {
                 tracing::error!(guest = self.offer.guest.name, %error, "told to run, no answer");
+                self.runs();
                 Event::Resumed
             }
         }
+    }
+
+    /// Begins what a running guest needs, and lets go of its monitor.
+    fn runs(&mut self) {
+        if !self.offer.paused {
+            self.clock = Some(self.inbound.set_clock());
+            self.rate = self.inbound.measure_rate();
+        }
+        self.running = Some(self.companions.running());
     }
 
     fn summary(&self) -> Summary {
