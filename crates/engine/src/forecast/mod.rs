@@ -6,10 +6,10 @@
 //! is the propagation of distributions of JCGM 101:2008, section 5.
 //!
 //! A drawn move has a first pass over memory and disks, and further passes over what the guest
-//! writes meanwhile. The guest writes to a working set: in a time `t` it changes
-//! `set · (1 - exp(-x))` bytes of it, with `x = t · rate / set`. A block travels as it is when it is
-//! sent, so of a pass that takes `t` those changes count that come after: `set · (1 - (1 - exp(-x)) /
-//! x)` bytes. The guest stops when the remaining bytes fit the requested downtime.
+//! writes meanwhile. The guest writes to a working set: in a time `t` it changes `set · (1 -
+//! exp(-x))` bytes of it, with `x = t · rate / set`. A block travels as it is when it is sent, so
+//! of a pass that takes `t` those changes count that come after: `set · (1 - (1 - exp(-x)) / x)`
+//! bytes. The guest stops when the remaining bytes fit the requested downtime.
 //!
 //! [`Learned`] corrects the ranges with the errors of earlier moves.
 

@@ -8,8 +8,8 @@
 //! accessed and written (Intel SDM, volume 3, section 4.8).
 //!
 //! The registers of running CPUs tell only the tables of the processes that run at this moment. The
-//! tables of all processes of a kernel begin with the same last entry, where the kernel maps itself,
-//! so the others are found by it.
+//! tables of all processes of a kernel begin with the same last entry, where the kernel maps
+//! itself, so the others are found by it.
 //!
 //! The result is a hint: what is overlooked is asked for when it is needed.
 

@@ -60,8 +60,8 @@ pub enum SourceError {
     DoesNotRun(String),
 }
 
-/// Returns whether a QEMU misses some of the guest's writes, so that its memory is compared with what
-/// was sent while the guest is stopped: one without KVM does.
+/// Returns whether a QEMU misses some of the guest's writes, so that its memory is compared with
+/// what was sent while the guest is stopped: one without KVM does.
 pub async fn misses_writes(qmp: &Qmp) -> Result<bool, QmpError> {
     let kvm = qmp.query("query-kvm").await?;
     Ok(kvm["enabled"] == false)

@@ -1,6 +1,5 @@
 //! Searches for what a guest uses of its memory that follows.
 
-use crate::source::qemu::region_of;
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_hypervisor::memory::{GuestMemory, Layout, TablesInUse};
 use longhaul_hypervisor::qmp::Qmp;
@@ -77,4 +76,11 @@ impl CodeInUse {
         let blocks = tokio::task::spawn_blocking(search).await.ok()?;
         Some((region, blocks))
     }
+}
+
+/// Returns the region of a RAM block.
+pub(super) fn region_of(places: &BTreeMap<RegionId, usize>, block: usize) -> Option<RegionId> {
+    let mut places = places.iter();
+    let (region, _) = places.find(|(_, at)| **at == block)?;
+    Some(*region)
 }

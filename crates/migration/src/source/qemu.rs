@@ -5,7 +5,7 @@ use crate::context::Context;
 use crate::disks;
 use crate::host::fail_point;
 use crate::host::qemu::is_alive;
-use crate::source::expected_use::{CodeInUse, KnownLayout, NextUse, layout};
+use crate::source::expected_use::{CodeInUse, KnownLayout, NextUse, layout, region_of};
 use crate::source::local_disks::LocalDisk;
 use crate::source::memory_file::Kept;
 use crate::source::retained_qemu::RetainedQemu;
@@ -100,13 +100,6 @@ pub(crate) struct Stopped {
     pub(crate) stop_time: Duration,
     pub(crate) device_state_time: Duration,
     pub(crate) tail: Vec<u8>,
-}
-
-/// Returns the region of a RAM block.
-pub(super) fn region_of(places: &BTreeMap<RegionId, usize>, block: usize) -> Option<RegionId> {
-    let mut places = places.iter();
-    let (region, _) = places.find(|(_, at)| **at == block)?;
-    Some(*region)
 }
 
 impl SourceQemu {

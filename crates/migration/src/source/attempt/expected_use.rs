@@ -4,8 +4,8 @@ use super::SourceAttempt;
 use std::time::Instant;
 
 impl SourceAttempt {
-    /// Looks for the code that the guest uses, beside the first pass. It travels before the guest is
-    /// stopped.
+    /// Looks for the code that the guest uses, beside the first pass. It travels before the guest
+    /// is stopped.
     pub(super) fn seek_code(&mut self) {
         let Some(search) = self.task.outbound.code() else {
             return;
