@@ -49,6 +49,9 @@ fn moves(guest: &mut Running, stage: &Stage, from: usize, strategy: &str) {
     let moving = guest.migrate(stage, from, &["--strategy", strategy]);
     let finished = moving.finish(LIMIT).unwrap();
     guest.assert_moved(stage, from, &finished);
+    if strategy == "postcopy" {
+        assert!(code_ahead(stage, from) > 100, "its code is not found");
+    }
     let report = finished.report.as_ref().unwrap();
     assert_eq!(report.strategy.name(), strategy);
     eprintln!(
@@ -354,8 +357,8 @@ fn survives(guest: &mut Running, stage: &mut Stage, from: usize, how: &str, trou
 }
 
 /// Returns how many blocks of code went ahead of a guest's memory in the last move from a host.
-fn code_ahead(stage: &mut Stage, from: usize) -> u64 {
-    let agent = stage.product.agent_mut(from).unwrap();
+fn code_ahead(stage: &Stage, from: usize) -> u64 {
+    let agent = stage.product.agent(from).unwrap();
     let log = fs::read_to_string(agent.log()).unwrap();
     let lines = log.lines().filter(|line| line.contains("goes ahead"));
     let said = lines.last().and_then(|line| line.split_once("blocks="));
