@@ -360,8 +360,10 @@ fn survives(guest: &mut Running, stage: &mut Stage, from: usize, how: &str, trou
 fn code_ahead(stage: &Stage, from: usize) -> u64 {
     let agent = stage.product.agent(from).unwrap();
     let log = fs::read_to_string(agent.log()).unwrap();
-    let lines = log.lines().filter(|line| line.contains("goes ahead"));
-    let said = lines.last().and_then(|line| line.split_once("blocks="));
+    let mut lines = log.lines().filter(|line| line.contains("goes ahead"));
+    let said = lines
+        .next_back()
+        .and_then(|line| line.split_once("blocks="));
     let blocks = said.and_then(|(_, rest)| rest.split_whitespace().next()?.parse().ok());
     blocks.unwrap_or(0)
 }
