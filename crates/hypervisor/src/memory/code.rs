@@ -26,7 +26,9 @@ const LOOKS: u32 = 4;
 const LOOK_EVERY: Duration = Duration::from_millis(15);
 /// Limits on the tables, on the pages that are found, and on the time.
 const TABLES_MAX: usize = 512;
+const SEEN_MAX: usize = 1 << 14;
 const PAGES_MAX: usize = 1 << 14;
+/// The latter is for the search for other tables; the known ones are searched in any case.
 const WITHIN: Duration = Duration::from_millis(500);
 /// The number of blocks read at once in the search for tables.
 const BATCH: u64 = 64;
@@ -133,24 +135,25 @@ where
     }
 
     fn run(&mut self, known: &[Tables]) {
-        let mut all = known.to_vec();
-        if let Some(first) = known.first() {
-            self.find_alike(*first, &mut all);
-        }
-        all.into_iter().for_each(|tables| self.search(tables));
+        known.iter().for_each(|tables| self.search(*tables));
+        // This takes long in a large guest.
+        let alike = known.first().map(|first| self.alike(*first, known));
+        let alike = alike.unwrap_or_default();
+        alike.into_iter().for_each(|tables| self.search(tables));
     }
 
-    /// Adds the roots that map the same kernel as a known one.
-    fn find_alike(&mut self, known: Tables, all: &mut Vec<Tables>) {
-        let root = content(self.layout, &mut self.read, known.root);
+    /// Returns other tables of the same kernel, as far as there is time for the search.
+    fn alike(&mut self, one: Tables, known: &[Tables]) -> Vec<Tables> {
+        let mut alike = Vec::new();
+        let root = content(self.layout, &mut self.read, one.root);
         let Some(kernel) = root.and_then(|root| entry(&root, LAST)) else {
-            return;
+            return alike;
         };
         let pages = self.layout.pages();
         let mut content = vec![0; BATCH as usize * BLOCK_SIZE];
         for start in (0..pages).step_by(BATCH as usize) {
-            if all.len() >= TABLES_MAX || (self.is_over)() {
-                return;
+            if alike.len() >= TABLES_MAX || (self.is_over)() {
+                break;
             }
             let count = BATCH.min(pages - start);
             let content = &mut content[..count as usize * BLOCK_SIZE];
@@ -158,14 +161,14 @@ where
                 continue;
             }
             for (page, content) in (start..).zip(content.chunks_exact(BLOCK_SIZE)) {
-                let is_alike = content.ends_with(&kernel);
                 let root = self.layout.address_of(page);
-                let found = Tables { root, ..known };
-                if is_alike && !all.contains(&found) {
-                    all.push(found);
+                let found = Tables { root, ..one };
+                if content.ends_with(&kernel) && !known.contains(&found) {
+                    alike.push(found);
                 }
             }
         }
+        alike
     }
 
     /// Finds what tables map.
@@ -173,12 +176,12 @@ where
         let Self {
             layout,
             read,
-            is_over,
             seen,
             found,
+            ..
         } = self;
         tables.walk(
-            &mut |table, level, _| seen.insert((table, level)) && !is_over(),
+            &mut |table, level, _| seen.insert((table, level)) && seen.len() <= SEEN_MAX,
             &mut |table| content(layout, read, table),
             &mut |leaf| {
                 let Some(kind) = Kind::of(leaf) else { return };
