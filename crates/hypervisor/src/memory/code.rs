@@ -8,8 +8,8 @@
 //! accessed and written (Intel SDM, volume 3, section 4.8).
 //!
 //! The registers of running CPUs tell only the tables of the processes that run at this moment. The
-//! tables of all processes of a kernel begin with the same last entry, where the kernel maps
-//! itself, so the others are found by it.
+//! top tables of all processes of a kernel have the same last entry, by which the kernel maps
+//! itself. The others are found by that entry.
 //!
 //! The result is a hint: what is overlooked is asked for when it is needed.
 
@@ -28,12 +28,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(15);
 const TABLES_MAX: usize = 512;
 const SEEN_MAX: usize = 1 << 14;
 const PAGES_MAX: usize = 1 << 14;
-/// The latter is for the search for other tables; the known ones are searched in any case.
+/// The time limits the search for other tables; the known ones are searched in any case.
 const WITHIN: Duration = Duration::from_millis(500);
 /// The number of blocks read at once in the search for tables.
 const BATCH: u64 = 64;
-/// The entry of a root where a kernel maps itself.
-const LAST: usize = 511;
 /// A leaf of a higher level is too large to say what of it is used.
 const LEVEL_MAX: u32 = 1;
 
@@ -71,7 +69,7 @@ impl TablesInUse {
 
 impl Layout {
     /// Returns the pages of code and constants that a running guest uses, and of its kernel's
-    /// variables, in ascending order by kind. Reads its RAM for half a second at most.
+    /// variables, in ascending order by kind. Reads its RAM for half a second or a little longer.
     pub fn code_in_use(&self, memory: &GuestMemory, tables: &TablesInUse) -> Vec<u64> {
         let block = self.block();
         let read = |range: BlockRange, into: &mut [u8]| memory.look(block, &[range], into).is_ok();
@@ -146,7 +144,8 @@ where
     fn alike(&mut self, one: Tables, known: &[Tables]) -> Vec<Tables> {
         let mut alike = Vec::new();
         let root = content(self.layout, &mut self.read, one.root);
-        let Some(kernel) = root.and_then(|root| entry(&root, LAST)) else {
+        let kernel = root.and_then(|root| root.last_chunk::<8>().copied());
+        let Some(kernel) = kernel.filter(|entry| *entry != [0; 8]) else {
             return alike;
         };
         let pages = self.layout.pages();
@@ -210,13 +209,6 @@ fn content(
     let page = layout.page_of(address)?;
     let mut content = Box::new([0; BLOCK_SIZE]);
     read(BlockRange::new(page, 1), &mut content[..]).then_some(content)
-}
-
-/// Returns the bytes of an entry that maps something.
-fn entry(table: &Page, number: usize) -> Option<[u8; 8]> {
-    let bytes = table.get(number * 8..number * 8 + 8)?;
-    let bytes: [u8; 8] = bytes.try_into().ok()?;
-    (bytes != [0; 8]).then_some(bytes)
 }
 
 #[cfg(test)]

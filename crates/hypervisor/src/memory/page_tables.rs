@@ -104,7 +104,7 @@ impl Tables {
         ((address << sign) as i64 >> sign) as u64
     }
 
-    /// Returns whether they can map a virtual address: its upper bits are all the same.
+    /// Returns whether a virtual address is valid: all of its upper bits are equal.
     pub(super) fn can_map(self, address: u64) -> bool {
         self.sign_extended(address) == address
     }

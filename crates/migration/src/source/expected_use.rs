@@ -61,7 +61,7 @@ pub(crate) struct CodeInUse {
 
 impl CodeInUse {
     /// Returns the blocks in the order in which they should travel, and their region. Asks QEMU for
-    /// the CPUs' registers, and reads the guest's RAM for half a second at most.
+    /// the CPUs' registers, and reads the guest's RAM for half a second or a little longer.
     pub(crate) async fn find(self) -> Option<(RegionId, Vec<u64>)> {
         let layout = layout(&self.layout, &self.guest, &self.qmp, &self.memory).await?;
         let region = region_of(&self.places, layout.block())?;
@@ -73,8 +73,13 @@ impl CodeInUse {
             }
         };
         let search = move || layout.code_in_use(&self.memory, &tables);
-        let blocks = tokio::task::spawn_blocking(search).await.ok()?;
-        Some((region, blocks))
+        match tokio::task::spawn_blocking(search).await {
+            Ok(blocks) => Some((region, blocks)),
+            Err(error) => {
+                tracing::error!(guest = self.guest, %error, "the search for its code broke");
+                None
+            }
+        }
     }
 }
 
