@@ -28,13 +28,14 @@ const BUSY: u64 = 200;
 const MEMORY_BYTES: u64 = 128 << 20;
 /// The link before that with `hybrid`, and pages rewritten per second: so that more is missing than
 /// comes before the first trouble.
-const WHILE_RUNNING: &str = "80mbit,4ms";
+const WHILE_RUNNING: &str = "30mbit,4ms";
 const BUSIER: u64 = 2000;
 /// The link while memory follows: so slow that most of it follows after the first trouble.
 const NARROW: &str = "4mbit,4ms";
-/// How long the link then needs for the share of what was missing that is waited for first, once
-/// that is known. A trouble must come within this.
-const PART: Duration = Duration::from_millis(3300);
+/// How long the link then needs for what must come before the next trouble, were its rate to stay.
+const PART: Duration = Duration::from_secs(2);
+/// The slowest link: on a slower one a new connection takes too long.
+const SLOWEST_BPS: u64 = 128_000;
 const RTT: Duration = Duration::from_millis(4);
 
 /// The command that QEMU's monitor needs before any other.
@@ -276,7 +277,8 @@ impl Trouble {
     }
 }
 
-/// Waits until a share of what was missing at first has come.
+/// Waits until a share of what was missing at first has come. The closer that is, the slower the
+/// link: what follows may compress to much less, and the destination shows it a little later.
 fn has_come(share: f64, guest: &Running, stage: &Stage, from: usize, first: &mut u64) {
     let left = || missing(stage, 1 - from, &guest.name);
     if *first == 0 {
@@ -286,14 +288,19 @@ fn has_come(share: f64, guest: &Running, stage: &Stage, from: usize, first: &mut
             *first > 0 || stage.qemus(from, &guest.name).is_empty()
         });
         assert!(is_shown && *first > 0, "nothing is missing");
-        let bits = *first as f64 * share * 4096.0 * 8.0;
-        let link = LinkSpec::new((bits / PART.as_secs_f64()) as u64, RTT);
-        stage.lab.link(0, 1).unwrap().change(link).unwrap();
     }
     let most = (*first as f64 * (1.0 - share)) as u64;
-    let mut last = 0;
+    let (mut last, mut rate) = (0, None);
     let comes = wait_until(LIMIT, || {
         last = left();
+        let blocks = last.saturating_sub(most).max(*first / 30);
+        let needed = (blocks as f64 * 4096.0 * 8.0 / PART.as_secs_f64()) as u64;
+        let needed = needed.max(SLOWEST_BPS);
+        if rate.is_none_or(|rate| needed < rate * 3 / 4) {
+            let link = LinkSpec::new(needed, RTT);
+            stage.lab.link(0, 1).unwrap().change(link).unwrap();
+            rate = Some(needed);
+        }
         (1..=most).contains(&last) || stage.qemus(from, &guest.name).is_empty()
     });
     assert!(comes, "{last} of {first} blocks do not come");
