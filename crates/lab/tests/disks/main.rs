@@ -186,15 +186,30 @@ fn a_disk_moves_with_its_guest_of_qemu_11_1() {
     there_and_back("11.1");
 }
 
-#[test]
-fn a_disk_moves_with_its_guest_of_a_pc_of_qemu_11_1() {
+/// The guest of a pc with two processors, whose memory and disks follow it.
+fn a_pc_is_followed(version: &str) {
     let kinds = ["raw,writeback", "qcow2,none"];
-    let Some(stage) = Stage::of_pc("11.1", "400mbit,2ms", &kinds) else {
+    let Some(stage) = Stage::of_pc(version, "400mbit,2ms", &kinds) else {
         return;
     };
     stage.moves_all(0, "hybrid", &SOON);
     stage.moves_all(1, "postcopy", &SOON);
     stage.judge(0);
+}
+
+#[test]
+fn a_disk_follows_its_guest_of_a_pc_of_qemu_7_2() {
+    a_pc_is_followed("7.2");
+}
+
+#[test]
+fn a_disk_follows_its_guest_of_a_pc_of_qemu_10() {
+    a_pc_is_followed("10.0");
+}
+
+#[test]
+fn a_disk_follows_its_guest_of_a_pc_of_qemu_11_1() {
+    a_pc_is_followed("11.1");
 }
 
 #[test]

@@ -67,7 +67,7 @@ impl Stage {
         Self::build(version, link, kinds, more)
     }
 
-    /// Creates the same in a machine of the older chipset.
+    /// Creates the same in a machine of the older chipset, with two processors.
     pub(crate) fn of_pc(version: &str, link: &str, kinds: &[&str]) -> Option<Self> {
         let more = More {
             pc: true,
@@ -197,6 +197,7 @@ impl Stage {
         tiny.machine_version = version.to_owned();
         if more.pc {
             tiny.chipset = Chipset::Pc;
+            tiny.vcpus = 2;
         }
         let guest = description(&tiny, &all);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
