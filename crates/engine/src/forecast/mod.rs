@@ -9,7 +9,8 @@
 //! writes meanwhile. The guest writes to a working set: in a time `t` it changes `set · (1 -
 //! exp(-x))` bytes of it, with `x = t · rate / set`. A block travels as it is when it is sent, so
 //! of a pass that takes `t` those changes count that come after: `set · (1 - (1 - exp(-x)) / x)`
-//! bytes. The guest stops when the remaining bytes fit the requested downtime.
+//! bytes. The guest stops when the remaining bytes fit the requested downtime. One that writes does
+//! not stop before a second pass.
 //!
 //! [`Learned`] corrects the ranges with the errors of earlier moves.
 
@@ -258,13 +259,21 @@ impl Drawn {
         let budget_s = inputs.downtime.as_secs_f64() - switchover_s;
         let mut sending_s = pass_s;
         let mut left = changed(pass_s);
-        for _ in 0..PASSES_MAX {
+        if left > 0.0 {
+            // QEMU names what was written in the first pass while that is still being sent.
+            pass_s = (left / rate).max(short_pass_s);
+            sending_s += pass_s;
+            bytes += left;
+            left = changed(pass_s);
+        }
+        for _ in 1..PASSES_MAX {
             if left / rate <= budget_s {
                 break;
             }
             if budget_s <= 0.0 && left / rate < short_pass_s {
                 // It will not get better.
                 sending_s += PASSES_SETTLING * short_pass_s;
+                bytes += PASSES_SETTLING * changed(short_pass_s);
                 break;
             }
             pass_s = (left / rate).max(short_pass_s);

@@ -36,15 +36,17 @@ const RATE_SPREAD_MIN: f64 = 0.06;
 /// The part of a returning guest's content that its destination lacks, if it has not said.
 const MISSING_UNKNOWN: Guess = Guess::new(0.5, 0.7);
 /// The spread of that part, once the destination has answered about all blocks, and twice that if
-/// it has answered about none: those that a move begins with change seldom.
+/// it has answered about none.
 const MISSING_SPREAD: f64 = 0.6;
+/// How often it lacks the others, relative to those that a move begins with, which change seldom.
+const MISSING_LATER: f64 = 3.0;
 /// Bytes of a block that travels as a digest, with its part of an entry.
 const DIGEST_BYTES: f64 = 18.0;
 /// The bytes that a rewritten page takes on the link, relative to a page sent for the first time:
 /// most pages change in a small part.
 const AGAIN: Guess = Guess::new(0.45, 0.6);
 /// Rate at which a guest writes in whom no page was seen to change, in bytes per second.
-const WRITTEN_UNSEEN: Guess = Guess::new(0.5e6, 0.8);
+const WRITTEN_UNSEEN: Guess = Guess::new(0.2e6, 1.0);
 /// The spread of a measured rate of writes: it is that of one second.
 const WRITTEN_SPREAD: f64 = 0.5;
 /// Bytes that a new connection has in flight before its first acknowledgement.
@@ -223,7 +225,9 @@ fn inputs(asking: &Asking) -> Option<(Inputs, f64)> {
             let answered = (found + missing) as f64;
             let part = (missing as f64 + 1.0) / (answered + 2.0);
             let unknown = 1.0 - asking.holds.answered(asking.look.used_blocks(asking.disks));
-            Guess::new(part, MISSING_SPREAD + MISSING_SPREAD * unknown)
+            let later = (part * MISSING_LATER).min(1.0);
+            let likely = part + (later - part) * unknown;
+            Guess::new(likely, MISSING_SPREAD + MISSING_SPREAD * unknown)
         }
     };
     let digest = match asking.holds {
