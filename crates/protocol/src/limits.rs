@@ -9,6 +9,8 @@ pub const FRAME_BLOCKS_MAX: usize = 256;
 /// Most bytes of frames that a destination buffers because they depend on frames that have not
 /// arrived yet.
 pub const FRAMES_EARLY_BYTES_MAX: usize = 32 << 20;
+/// Most bytes of frames of memory that follows that a destination holds until it loads the guest.
+pub const FRAMES_HELD_BYTES_MAX: usize = 8 << 20;
 /// Most regions of one migration.
 pub const REGIONS_MAX: usize = 64;
 /// Most blocks in one region: 16 TiB of 4 KiB blocks.

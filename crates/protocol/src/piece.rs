@@ -1,12 +1,28 @@
-//! Pieces of device state, which travel on a bulk connection besides frames, in any order.
+//! Pieces of device state, which travel on a bulk connection besides frames, in any order; and the
+//! mark of frames that are taken only while the destination loads the guest.
 //!
-//! `docs/wire.md`, section 4.9, is the normative description.
+//! `docs/wire.md`, sections 4.9 and 4.10, is the normative description.
 
 use crate::limits::DEVICE_STATE_BYTES_MAX;
 
 /// Length of every piece but the last, in bytes.
 pub const PIECE_BYTES: usize = 64 << 10;
 const HEADER_BYTES: usize = 9;
+/// The byte before a frame that is taken while the destination loads the guest, and not before.
+const FOR_THE_LOAD: u8 = 130;
+
+/// Marks a frame of memory that follows as one for the load.
+pub fn for_the_load(frame: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(1 + frame.len());
+    out.push(FOR_THE_LOAD);
+    out.extend_from_slice(frame);
+    out
+}
+
+/// Returns whether a message on a stream of frames is a frame for the load, behind its first byte.
+pub fn is_for_the_load(message: &[u8]) -> bool {
+    message.first() == Some(&FOR_THE_LOAD)
+}
 
 /// The packed byte string that a piece belongs to. The number is the piece's first byte; a frame of
 /// blocks begins with its version, which is below 128.

@@ -13,7 +13,9 @@
 //! What is near a block that the guest waited for travels soon: alternately with the first of
 //! these.
 //!
-//! Before all of these come single blocks that the guest is expected to use next.
+//! Before all of these come single blocks that the guest is expected to use next. In a region whose
+//! writes are found by passes, some that were written in pass after pass are among them, those with
+//! the most passes first: what a kernel writes at each tick of its clock is one of these.
 
 use super::{BlockMap, Class, Heat, ZERO};
 use crate::chunk;
@@ -24,6 +26,11 @@ use std::collections::VecDeque;
 const SOON_MAX: usize = 256;
 /// The number of written blocks up to which a chunk counts as one with few of them.
 const FEW_BLOCKS: u32 = 32;
+/// The number of blocks that go first because they were written in pass after pass. The guest's
+/// processors tell more of what it uses next, a little later.
+const OFTEN_FIRST: usize = 64;
+/// The number of blocks written in pass after pass beyond which they are not listed.
+const OFTEN_MAX: u64 = 1 << 16;
 /// Limit on chunks with records of single blocks: 24 MiB. Beyond it, a wanted block makes its whole
 /// chunk travel soon, and does not go ahead of the chunk.
 const PAGES_MAX: usize = 1 << 14;
@@ -72,9 +79,18 @@ impl BlockMap {
         let mut order: Vec<_> = expected.collect();
         order.sort_by_key(|(expected, _)| *expected);
         let few = order.partition_point(|(expected, _)| expected.0.few_written);
-        let before = self.drain.take().unwrap_or_default();
+        let before = self.drain.take();
+        let often = match before.as_ref().is_some_and(|drain| !drain.order.is_empty()) {
+            true => Vec::new(),
+            false => self.written_often(),
+        };
+        let (before, often) = (before.unwrap_or_default(), often.into_iter());
         self.drain = Some(Drain {
-            expected: before.expected,
+            expected: before
+                .expected
+                .into_iter()
+                .chain(often.take(OFTEN_FIRST))
+                .collect(),
             soon: before.soon,
             order: order.into_iter().map(|(_, chunk)| chunk).collect(),
             next: 0,
@@ -109,6 +125,26 @@ impl BlockMap {
             few_written: (1..=FEW_BLOCKS).contains(&count),
             by: (latest, count),
         }
+    }
+
+    /// Returns the pending blocks that were written in pass after pass, the longest first; none if
+    /// there are very many, or writes are not found by passes.
+    pub(crate) fn written_often(&self) -> Vec<usize> {
+        let by_passes = matches!(self.heat, Heat::Passes);
+        if !by_passes || self.counts[Class::Hot as usize] > OFTEN_MAX {
+            return Vec::new();
+        }
+        let chunks = self.pending.iter().enumerate();
+        let pending = chunks.flat_map(|(chunk, mask)| {
+            let bits = (0..64).filter(move |bit| mask >> bit & 1 == 1);
+            bits.map(move |bit| chunk * 64 + bit)
+        });
+        let mut hot: Vec<_> = pending
+            .map(|index| (Reverse(self.records.get(index).streak), index))
+            .filter(|(_, index)| self.class_of(*index) == Class::Hot)
+            .collect();
+        hot.sort_unstable();
+        hot.into_iter().map(|(_, index)| index).collect()
     }
 
     /// Returns how much was written to a chunk since the migration began, in blocks.
@@ -323,6 +359,32 @@ mod tests {
         assert_eq!(take(&mut map, 2), [64, 65]);
         assert_eq!(take(&mut map, 2), [131, 9]);
         assert_eq!(take(&mut map, 2), [66, 67]);
+    }
+
+    #[test]
+    fn some_of_what_was_written_in_pass_after_pass_is_drained_first() {
+        let order_of = |hot: u64| {
+            let mut map = BlockMap::new(64 * 64, true);
+            map.written(BlockRange::new(0, 64 * 64), None);
+            map.expect([9].into_iter());
+            for pass in 2..6 {
+                map.written(BlockRange::new(64, hot), Some(pass));
+                map.written(BlockRange::new(64 * 60 + u64::from(pass), 1), Some(pass));
+            }
+            map.written(BlockRange::new(3, 1), Some(5));
+            map.written(BlockRange::new(3, 1), Some(6));
+            map.written(BlockRange::new(64, hot), Some(6));
+            map.drain();
+            let mut order = Vec::new();
+            map.take_drained(OFTEN_FIRST + 2, 1, |block| order.push(block));
+            order
+        };
+        assert_eq!(order_of(3)[..5], [9, 64, 65, 66, 3]);
+        let many = order_of(200);
+        assert_eq!(
+            (many[1], many[OFTEN_FIRST], many[OFTEN_FIRST + 1]),
+            (64, 127, 256)
+        );
     }
 
     #[test]

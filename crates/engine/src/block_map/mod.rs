@@ -749,7 +749,7 @@ mod tests {
         let mut order = Vec::new();
         map.take_drained(usize::MAX, 1, |block| order.push(block));
         assert_eq!(pending(&map), [0; 4]);
-        assert_eq!(order, [70, 0, 1, 2]);
+        assert_eq!(order, [2, 70, 0, 1]);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use super::{Class, Link, Region, Source, SourceError};
 use crate::chunk;
 use crate::remaining::{self, List, Remaining};
 use longhaul_codec::BlockId;
+use longhaul_protocol::limits::FRAMES_HELD_BYTES_MAX;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
 use std::ops::Range;
 use std::time::Duration;
@@ -20,9 +21,16 @@ const FRAME_BLOCKS_MIN: usize = 8;
 const ASKED_BLOCKS: u64 = 16;
 /// Data that may be in flight in any case.
 const QUEUE_BYTES_MIN: f64 = 256.0 * 1024.0;
-/// The same of blocks of the drain that nothing waits for, in links filled and in bytes.
+/// The same of disk blocks of the drain that nothing waits for, in links filled and in bytes.
 const DRAIN_WINDOWS: f64 = 4.0;
 const DRAIN_BYTES_MIN: f64 = 1024.0 * 1024.0;
+/// The same of memory, in round trips and a time more, and in bytes.
+const MEMORY_WINDOWS: f64 = 1.4;
+const MEMORY_QUEUE: Duration = Duration::from_millis(5);
+const MEMORY_BYTES_MIN: f64 = 256.0 * 1024.0;
+/// The same of memory that the destination holds: with one more frame it is less than what that
+/// accepts.
+const HELD_BYTES_MAX: f64 = FRAMES_HELD_BYTES_MAX as f64 / 2.0;
 
 impl Source {
     /// Records that QEMU has closed every region that it may write to while the guest is stopped:
@@ -105,6 +113,14 @@ impl Source {
         region.map_or_else(Vec::new, |region| region.map.pending_masks().to_vec())
     }
 
+    /// Returns the missing blocks of a listed region that were written in pass after pass, the
+    /// longest first; none if they are very many, or writes are not found by passes.
+    pub fn written_often(&self, id: RegionId) -> Vec<u64> {
+        let region = self.regions.get(id).filter(|region| region.is_listed());
+        let blocks = region.map_or_else(Vec::new, |region| region.map.written_often());
+        blocks.into_iter().map(|block| block as u64).collect()
+    }
+
     /// Lets these listed blocks travel first in the drain, in this order: the guest is expected to
     /// use them next.
     pub fn expect(&mut self, id: RegionId, blocks: &[u64]) -> Result<(), SourceError> {
@@ -116,9 +132,20 @@ impl Source {
         Ok(())
     }
 
+    /// Lets memory that follows travel behind the promised blocks, the lists and the device state.
+    /// The destination holds it until it has all of these, so this is a limited number of bytes
+    /// before [`Source::loading`]. Valid for the connection.
+    pub fn behind_the_rest(&mut self) {
+        self.loading();
+        self.held = true;
+    }
+
     /// Lets memory that follows travel, because the destination takes it: it has all promised
     /// blocks and the lists, and loads the guest. Valid for the connection.
     pub fn loading(&mut self) {
+        if std::mem::take(&mut self.held) {
+            return;
+        }
         self.loading = true;
         self.missing_from.get_or_insert(self.next_seq);
         let memory = self.regions.iter_mut();
@@ -130,6 +157,7 @@ impl Source {
     /// follow, wanted ones first.
     pub fn handed_over(&mut self) {
         self.draining = true;
+        self.held = false;
         self.missing_from.get_or_insert(self.next_seq);
         let expected = self.rhythm.is_in_next_burst();
         let written = self.rhythm.written_in_burst();
@@ -226,12 +254,32 @@ impl Source {
     }
 
     /// Returns whether blocks that are not wanted may be sent. The carrier limits how many of them
-    /// wait to leave, and lets wanted ones overtake these. Here only those are limited that the
-    /// destination has not taken: a limit near the link's window would hold back a destination
-    /// that is late with its acknowledgements, and then the estimate of the link.
+    /// wait to leave, and lets wanted ones overtake these. Here those are limited that the
+    /// destination has not taken.
+    ///
+    /// A page that the guest waits for may be among them, so few of memory are on the way: what the
+    /// link carries, and a little more, by which the estimate of its rate can grow. Of disks it is
+    /// several times that: a limit near the link's window would hold back a destination that is
+    /// late with its acknowledgements, since it writes to a disk.
     pub(super) fn may_send_left(&self) -> bool {
-        let windows = self.link.map_or(0.0, |link| self.fills(link));
-        let limit = (DRAIN_WINDOWS * windows).max(DRAIN_BYTES_MIN);
+        let is_left = |region: &Region| {
+            let follows = region.is_listed() && !region.is_written_late();
+            follows && region.map.pending_total() > 0
+        };
+        let limit = match self.regions.iter().any(is_left) {
+            true => {
+                let bytes = self.link.map_or(0.0, |link| {
+                    let time = link.rtt.mul_f64(MEMORY_WINDOWS) + MEMORY_QUEUE;
+                    link.rate_bytes_per_s * time.as_secs_f64()
+                });
+                let most = if self.held { HELD_BYTES_MAX } else { f64::MAX };
+                bytes.clamp(MEMORY_BYTES_MIN, most)
+            }
+            false => {
+                let windows = self.link.map_or(0.0, |link| self.fills(link));
+                (DRAIN_WINDOWS * windows).max(DRAIN_BYTES_MIN)
+            }
+        };
         !self.left_to_guest && (self.in_flight_bytes() as f64) < limit
     }
 

@@ -119,6 +119,8 @@ pub struct Source {
     writes: Share,
     /// Whether optional blocks wait, so that the link is free for the stop.
     background_held: bool,
+    /// Since when the stop waits for the queue of memory that follows.
+    queue_since: Option<Duration>,
     /// Whether optional blocks wait as long as there are others to send, or until the guest's next
     /// burst.
     leaves_disks: bool,
@@ -140,8 +142,10 @@ pub struct Source {
     connected: bool,
     frozen: bool,
     closed: bool,
-    /// Whether the destination loads the guest, and takes memory that follows.
+    /// Whether the destination takes memory that follows: it loads the guest, or is about to.
     loading: bool,
+    /// Whether it holds that memory until it does.
+    held: bool,
     draining: bool,
     sent: Sent,
     costs: Costs,
@@ -208,6 +212,7 @@ impl Source {
             share: Share::default(),
             writes: Share::of(mirror::BESIDE_WRITES_SHARE, mirror::AHEAD_BLOCKS_MAX),
             background_held: false,
+            queue_since: None,
             leaves_disks: false,
             answers: VecDeque::new(),
             index: ContentIndex::new(total),
@@ -229,6 +234,7 @@ impl Source {
             frozen: false,
             closed: false,
             loading: false,
+            held: false,
             draining: false,
             sent: Sent::default(),
             costs: Costs::default(),
@@ -489,6 +495,7 @@ impl Source {
     pub fn connection_lost(&mut self) {
         self.connected = false;
         self.loading = false;
+        self.held = false;
         self.missing_from = None;
         for (seq, flight) in std::mem::take(&mut self.flights) {
             self.unpin(&flight.pinned);

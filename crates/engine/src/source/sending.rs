@@ -18,6 +18,8 @@ pub struct Batch {
     pub blocks: Vec<BlockId>,
     /// Whether the destination waits for them.
     pub urgent: bool,
+    /// Whether the destination holds the frame until it loads the guest.
+    pub held: bool,
 }
 
 /// Counters of what has been sent, by kind. They count blocks unless they say bytes.
@@ -60,7 +62,7 @@ impl Source {
     pub fn take(&mut self, max_blocks: usize) -> Result<Option<Batch>, SourceError> {
         let seq = self.next_seq;
         let mut blocks = Vec::with_capacity(max_blocks.min(256));
-        let mut turn = None;
+        let (mut turn, mut held) = (None, false);
         let urgent = self.frozen && self.pending(Class::Wanted) > 0;
         if self.draining {
             self.take_left(max_blocks, seq, &mut blocks);
@@ -68,6 +70,7 @@ impl Source {
             turn = self.take_before(max_blocks, seq, &mut blocks);
             if self.loading && blocks.is_empty() {
                 self.take_left(max_blocks, seq, &mut blocks);
+                held = self.held;
             }
         }
         if blocks.is_empty() {
@@ -91,6 +94,7 @@ impl Source {
             seq: u64::from(seq),
             blocks,
             urgent,
+            held,
         }))
     }
 

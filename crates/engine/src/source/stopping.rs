@@ -42,6 +42,9 @@ const HELD_FOR_SYNC: Duration = Duration::from_secs(5);
 /// rate.
 const WAIT_WRITE_SHARE: f64 = 0.8;
 
+/// Limit on the time that the stop waits for the queue of memory that follows.
+const QUEUE_PATIENCE: Duration = Duration::from_secs(1);
+
 /// The time for which something was waited for, with interruptions.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Waited {
@@ -162,7 +165,7 @@ impl Source {
         }
         self.hot_allowed = false;
         if known && fits && !before_burst {
-            return match self.waiting_helps() {
+            return match self.waiting_helps(now) {
                 true => Advice::Wait,
                 false => Advice::Stop(StopReason::WithinLimit),
             };
@@ -291,7 +294,7 @@ impl Source {
 
     /// Returns whether a slightly later stop would have a shorter downtime: the link's queue
     /// shrinks faster than the guest writes.
-    fn waiting_helps(&self) -> bool {
+    fn waiting_helps(&mut self, now: Duration) -> bool {
         let Some(link) = self.link else { return false };
         let mut mirrors = self.regions.iter().filter_map(|it| it.mirror.as_ref());
         if mirrors.any(|mirror| mirror.is_holding()) {
@@ -299,9 +302,22 @@ impl Source {
             return false;
         }
         let in_the_pipe = link.rate_bytes_per_s * link.rtt.as_secs_f64();
-        let written_bytes_per_s = self.written_bytes_per_s();
-        link.queued_bytes as f64 > in_the_pipe
-            && written_bytes_per_s < WAIT_WRITE_SHARE * link.rate_bytes_per_s
+        let mut written = self.write_rate();
+        let queued_bytes = match self.promises_memory() {
+            true => link.queued_bytes,
+            // What was sent of memory that follows stands before the device state. No more is sent
+            // meanwhile, and what the guest writes of it need not travel before.
+            false => {
+                let since = *self.queue_since.get_or_insert(now);
+                if !self.background_held || now.saturating_sub(since) > QUEUE_PATIENCE {
+                    return false;
+                }
+                written.by_passes = 0.0;
+                self.in_flight_bytes()
+            }
+        };
+        queued_bytes as f64 > in_the_pipe
+            && self.costs.likely(written) < WAIT_WRITE_SHARE * link.rate_bytes_per_s
     }
 
     /// Returns the predicted downtime if the guest were stopped now.

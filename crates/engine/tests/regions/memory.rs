@@ -248,8 +248,10 @@ fn memory_that_follows_travels_while_the_destination_loads_the_guest() {
     source.closed();
     assert_eq!(source.advise(MS), Advice::Complete);
     assert!(take(&mut source).is_none());
-    source.loading();
+    source.behind_the_rest();
     let first = take(&mut source).unwrap();
+    assert!(first.held, "the destination does not load the guest yet");
+    source.loading();
     let blocks: Vec<u64> = first.blocks.iter().map(|id| id.block).collect();
     let expected = [0, 1, 2, 3, 4, 5, 300, 301];
     assert_eq!(blocks, expected, "few written blocks go first");
@@ -257,6 +259,7 @@ fn memory_that_follows_travels_while_the_destination_loads_the_guest() {
     source.asked(MEMORY, BlockRange::new(300, 1)).unwrap();
     source.asked(MEMORY, BlockRange::new(40, 1)).unwrap();
     let wanted = take(&mut source).unwrap();
+    assert!(!wanted.held, "it does");
     assert!(wanted.urgent && wanted.blocks.iter().all(|id| (32..48).contains(&id.block)));
     acknowledge(&mut source, &first);
     // A lost connection ends it, and loses what was not acknowledged.

@@ -9,6 +9,9 @@
 //! hint: what is overlooked is asked for when it is needed, and what is found for nothing travels a
 //! little earlier than its neighbours.
 //!
+//! A kernel also writes data at each tick of its clock that no such chain of pointers leads to. Of
+//! the pages that were written often, those that its processes do not have are the kernel's.
+//!
 //! Registers are read from QEMU's device state, where the section `cpu` of x86 machines has had the
 //! same fields in the same places since its version 12 (QEMU 0.12).
 
@@ -62,18 +65,22 @@ const TABLES_MAX: usize = 1 << 14;
 const TABLES_MISSING_MAX: usize = 512;
 /// Missing pages of a kernel's image up to which they count as its variables.
 const VARIABLES_MAX: usize = 512;
+/// Often written pages of a kernel that are found.
+const OFTEN_MAX: usize = 512;
 /// Limits on the pages that are found, and on the time.
 const PAGES_MAX: usize = 4096;
 const WITHIN: Duration = Duration::from_millis(25);
 
 impl Layout {
     /// Returns the missing pages that the guest's CPUs probably use next, the first ones first.
-    /// `state` is the device state with which the guest was stopped.
+    /// `state` is the device state with which the guest was stopped, and `often` are missing pages
+    /// that it has written often, the most written first.
     pub fn used_next(
         &self,
         memory: &GuestMemory,
         state: &[u8],
         is_missing: impl Fn(u64) -> bool,
+        often: &[u64],
     ) -> Vec<u64> {
         let block = self.block();
         let read = |page: u64, into: &mut Page| {
@@ -84,7 +91,7 @@ impl Layout {
         let is_over = || Instant::now() > until;
         let mut search = Search::new(self, read, is_missing, is_over);
         let state = &state[state.len().saturating_sub(STATE_BYTES_MAX)..];
-        search.run(&cpus(state));
+        search.run(&cpus(state), often);
         search.found
     }
 }
@@ -161,6 +168,8 @@ struct Search<'a, R, M, E> {
     /// The same, with the offset from which each is searched.
     searched_from: HashMap<u64, usize>,
     queue: VecDeque<Part>,
+    /// The pages of the processes that run, as bits.
+    of_processes: Vec<u64>,
 }
 
 /// A part of a page that has yet to be searched for pointers.
@@ -190,10 +199,11 @@ where
             found: Vec::new(),
             searched_from: HashMap::new(),
             queue: VecDeque::new(),
+            of_processes: vec![0; layout.pages().div_ceil(64) as usize],
         }
     }
 
-    fn run(&mut self, cpus: &[Cpu]) {
+    fn run(&mut self, cpus: &[Cpu], often: &[u64]) {
         for cpu in cpus {
             for address in &cpu.addresses {
                 self.point(cpu.tables, *address);
@@ -224,6 +234,9 @@ where
         for part in self.queue.clone().into_iter().filter(|part| part.of_kernel) {
             self.point_to(part, |pointer| pointer.is_multiple_of(PAGE));
         }
+        let of_kernel = often.iter().filter(|page| !self.is_of_process(**page));
+        let of_kernel: Vec<u64> = of_kernel.take(OFTEN_MAX).copied().collect();
+        of_kernel.into_iter().for_each(|page| self.find(page));
         while let Some(part) = self.queue.pop_front() {
             if self.found.len() >= PAGES_MAX || (self.is_over)() {
                 break;
@@ -233,9 +246,10 @@ where
     }
 
     /// Finds the tables of a process and its kernel, and the kernel's variables: the missing pages
-    /// of its own image. Either only if few are missing.
+    /// of its own image. Either only if few are missing. Marks the pages of the process.
     fn map(&mut self, tables: Tables) {
         let layout = self.layout;
+        let mut of_processes = std::mem::take(&mut self.of_processes);
         let (mut on_the_way, mut variables) = (Vec::new(), Vec::new());
         tables.walk(
             &mut |table, _, _| {
@@ -244,17 +258,33 @@ where
             },
             &mut |table| self.content(layout.page_of(table)?).copied().map(Box::new),
             &mut |leaf| {
-                if leaf.address >= IMAGE && leaf.is_writable && leaf.level <= 1 {
-                    variables.extend(leaf.pages().filter_map(|page| layout.page_of(page)));
+                if leaf.level > 1 {
+                    return;
+                }
+                let pages = leaf.pages().filter_map(|page| layout.page_of(page));
+                match leaf.address {
+                    IMAGE.. if leaf.is_writable => variables.extend(pages),
+                    ..KERNEL => pages.for_each(|page| {
+                        if let Some(bits) = of_processes.get_mut((page / 64) as usize) {
+                            *bits |= 1 << (page % 64);
+                        }
+                    }),
+                    _ => {}
                 }
             },
         );
+        self.of_processes = of_processes;
         for (mut pages, max) in [(on_the_way, TABLES_MISSING_MAX), (variables, VARIABLES_MAX)] {
             pages.retain(|page| (self.is_missing)(*page));
             if pages.len() <= max {
                 pages.into_iter().for_each(|page| self.find(page));
             }
         }
+    }
+
+    fn is_of_process(&self, page: u64) -> bool {
+        let bits = self.of_processes.get((page / 64) as usize);
+        bits.is_some_and(|bits| bits >> (page % 64) & 1 == 1)
     }
 
     /// Finds the pages of a range of addresses after its first one.
@@ -405,8 +435,22 @@ mod tests {
         let layout = Layout::of_one_block(ram.bytes());
         let read = |page: u64, into: &mut Page| ram.read(BlockRange::new(page, 1), into);
         let mut search = Search::new(&layout, read, is_missing, || false);
-        search.run(&cpus(state));
+        search.run(&cpus(state), &[]);
         search.found
+    }
+
+    #[test]
+    fn what_is_written_often_and_is_no_process_s_is_the_kernel_s() {
+        let mut ram = Ram::new(TABLES);
+        for (address, physical) in [(0x40_0000, 0x20_0000), (OWN, 0x20_2000)] {
+            ram.map(address, physical, BITS);
+        }
+        let layout = Layout::of_one_block(ram.bytes());
+        let read = |page: u64, into: &mut Page| ram.read(BlockRange::new(page, 1), into);
+        let is_missing = |page: u64| (0x200..0x300).contains(&page);
+        let mut search = Search::new(&layout, read, is_missing, || false);
+        search.run(&cpus(&running(&[])), &[0x202, 0x200, 0x280, 0x270, 0x300]);
+        assert_eq!(search.found, [0x202, 0x280, 0x270]);
     }
 
     #[test]

@@ -8,18 +8,21 @@ use crate::destination::store::{Store, Taken};
 use crate::host::memory_notes::ArrivingRegion;
 use crate::limits::peer_quota::{Means, Pace};
 use crate::limits::shared_dedup::Others;
+use bytes::Bytes;
 use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, DecodeError, Decoder, Digest, DigestKey, FrameError, InOrder,
     Limits,
 };
 use longhaul_engine::destination::{Destination, DestinationError};
 use longhaul_protocol::disk::List;
+use longhaul_protocol::limits::FRAMES_HELD_BYTES_MAX;
 use longhaul_protocol::message::Acknowledgement;
-use longhaul_protocol::piece::{Assembly, Part, Piece, PieceError};
+use longhaul_protocol::piece::{self, Assembly, Part, Piece, PieceError};
 use longhaul_protocol::wire::{self, WireError};
 use longhaul_protocol::{BLOCK_SIZE, Epoch, MigrationId, RegionId, RegionKind, RegionSpec};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use longhaul_storage::front::FrontFolder;
+use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -73,6 +76,27 @@ pub(crate) struct Receiving {
     key: DigestKey,
     /// Whether the guest's memory may be written.
     open: watch::Sender<bool>,
+    /// Whether frames for the load are taken.
+    loads: watch::Sender<bool>,
+}
+
+/// Frames that are for the load, until it begins.
+#[derive(Default)]
+struct Held {
+    frames: VecDeque<Bytes>,
+    bytes: usize,
+}
+
+impl Held {
+    fn add(&mut self, frame: Bytes) -> Result<(), FrameError> {
+        self.bytes += frame.len();
+        if self.bytes > FRAMES_HELD_BYTES_MAX {
+            let (bytes, limit) = (self.bytes, FRAMES_HELD_BYTES_MAX);
+            return Err(FrameError::TooEarly { bytes, limit });
+        }
+        self.frames.push_back(frame);
+        Ok(())
+    }
 }
 
 struct Inner {
@@ -123,7 +147,9 @@ impl Receiving {
             .for_each(|spec| destination.follows(spec.id));
         let store = memory.map(|memory| Box::new(ArrivingStore::new(memory)) as Box<dyn Store>);
         let content = (disks, Kept::default());
-        Ok(Self::with(destination, store, content, key, means))
+        let receiving = Self::with(destination, store, content, key, means);
+        receiving.loads.send_replace(true);
+        Ok(receiving)
     }
 
     fn with(
@@ -156,6 +182,7 @@ impl Receiving {
             pace: Arc::new(means.pace),
             key,
             open: watch::Sender::new(true),
+            loads: watch::Sender::new(false),
         });
         if has_disks {
             tokio::spawn(keep_durable(Arc::downgrade(&receiving)));
@@ -216,6 +243,8 @@ impl Receiving {
             .regions()
             .for_each(|region| destination.follows(region));
         *store = Some(Box::new(ArrivingStore::new(memory)));
+        drop(inner);
+        self.loads.send_replace(true);
     }
 
     /// Takes a part of the source's list of a region's blocks that it has not sent.
@@ -344,17 +373,26 @@ impl Receiving {
         let mut decoder = Decoder::new(self.key);
         let mut in_order = InOrder::default();
         let mut ended = false;
+        let (mut held, mut loads) = (Held::default(), self.loads.subscribe());
         loop {
             let wake_at = acknowledge_at.unwrap_or_else(|| Instant::now() + TELL_EVERY);
+            let released = *loads.borrow() && !held.frames.is_empty();
             let frame = match (ended, wake_at <= Instant::now()) {
+                _ if released => held.frames.pop_front().map(Some),
                 (true, _) => Some(None),
                 (false, true) => None,
-                (false, false) => timeout_at(wake_at, carrier.recv()).await.ok().transpose()?,
+                (false, false) => tokio::select! {
+                    frame = timeout_at(wake_at, carrier.recv()) => frame.ok().transpose()?,
+                    _ = loads.wait_for(|loads| *loads), if !held.frames.is_empty() => continue,
+                },
             };
             match frame {
                 Some(Some(frame)) => {
                     let mut bytes = frame.len();
-                    in_order.arrived(frame)?;
+                    self.take(frame, &mut in_order, &mut held)?;
+                    while released && let Some(frame) = held.frames.pop_front() {
+                        self.take(frame, &mut in_order, &mut held)?;
+                    }
                     // What has arrived meanwhile is written with it.
                     while bytes < TOGETHER_BYTES && !ended {
                         let Ok(more) = timeout(Duration::ZERO, carrier.recv()).await else {
@@ -363,7 +401,7 @@ impl Receiving {
                         match more? {
                             Some(frame) => {
                                 bytes += frame.len();
-                                in_order.arrived(frame)?;
+                                self.take(frame, &mut in_order, &mut held)?;
                             }
                             None => ended = true,
                         }
@@ -399,6 +437,20 @@ impl Receiving {
                     next_at = Instant::now() + ACKNOWLEDGE_EVERY;
                 }
             }
+        }
+    }
+
+    /// Takes a frame, or holds it if it is for the load and that has yet to begin.
+    fn take(
+        &self,
+        frame: Bytes,
+        in_order: &mut InOrder<Bytes>,
+        held: &mut Held,
+    ) -> Result<(), FrameError> {
+        match (piece::is_for_the_load(&frame), *self.loads.borrow()) {
+            (false, _) => in_order.arrived(frame),
+            (true, false) => held.add(frame),
+            (true, true) => in_order.arrived(frame.slice(1..)),
         }
     }
 
@@ -700,6 +752,16 @@ mod tests {
         );
         receiving.synced(due, disk.flush());
         assert_eq!(wakes.durable.lock().unwrap().last(), Some(&true));
+    }
+
+    #[test]
+    fn frames_for_the_load_are_held_within_a_limit() {
+        let mut held = Held::default();
+        let frame = vec![130; FRAMES_HELD_BYTES_MAX];
+        assert!(piece::is_for_the_load(&frame));
+        held.add(frame.into()).unwrap();
+        let more = held.add(Bytes::from_static(&[130])).unwrap_err();
+        assert!(matches!(more, FrameError::TooEarly { .. }), "{more}");
     }
 
     #[test]

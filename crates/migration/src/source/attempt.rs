@@ -121,6 +121,8 @@ pub(crate) struct SourceAttempt {
     expects: bool,
     /// Whether the destination loads the guest, and takes memory that follows.
     loading: bool,
+    /// The least round-trip time over the connection of an epoch.
+    least_rtt: Option<(Epoch, Duration)>,
     /// Whether frames that come for the guest are passed on: from COMMIT until QEMU ends.
     passes_on: bool,
     /// The pass that was current when another was requested, and the time of the request.
@@ -211,6 +213,7 @@ impl SourceAttempt {
             announced: None,
             expects: false,
             loading: false,
+            least_rtt: None,
             passes_on: false,
             asked_pass: None,
             disks: Disks::default(),
@@ -378,13 +381,26 @@ impl SourceAttempt {
                 self.gauge.add(now, stats.rtt, possible);
             }
             let limit = self.limit_bps().map(|limit| limit as f64 / 8.0);
-            if let Some(rate) = context.link_rate(host).or(possible) {
+            let known = context.link_rate(host);
+            let least = self.least_rtt.filter(|(of, _)| *of == line.epoch);
+            let least = least.map_or(stats.rtt, |(_, rtt)| rtt.min(stats.rtt));
+            // Of memory that follows, no more is on the way than the link carries. A rate that is
+            // known to be too low, or a queue, would stay.
+            let (rate, rtt) = match self.stopped {
+                Some(_) => {
+                    let rates = [known, possible].into_iter().flatten();
+                    (rates.reduce(f64::max), least)
+                }
+                None => (known.or(possible), stats.rtt),
+            };
+            if let Some(rate) = rate {
                 self.task.sending.engine().link(Link {
                     rate_bytes_per_s: limit.map_or(rate, |limit| rate.min(limit)),
-                    rtt: stats.rtt,
+                    rtt,
                     queued_bytes,
                 });
             }
+            self.least_rtt = Some((line.epoch, least));
         }
         if self.shown_at.elapsed() >= SHOW_EVERY {
             if let Some(line) = self.line().filter(|_| self.draining.is_some()) {

@@ -40,13 +40,15 @@ pub(crate) struct NextUse {
 
 impl NextUse {
     /// Returns the blocks in the order of their use. Reads the guest's RAM for some milliseconds.
-    /// `missing` has a mask of the missing blocks of each chunk.
-    pub(crate) fn find(&self, missing: &[u64]) -> Vec<u64> {
+    /// `missing` has a mask of the missing blocks of each chunk, and `often` lists those that the
+    /// guest has written often, the most written first.
+    pub(crate) fn find(&self, missing: &[u64], often: &[u64]) -> Vec<u64> {
         let is_missing = |block: u64| {
             let mask = missing.get((block / CHUNK_BLOCKS) as usize).copied();
             mask.is_some_and(|mask| mask >> (block % CHUNK_BLOCKS) & 1 == 1)
         };
-        self.layout.used_next(&self.memory, &self.tail, is_missing)
+        self.layout
+            .used_next(&self.memory, &self.tail, is_missing, often)
     }
 }
 

@@ -19,7 +19,7 @@ use longhaul_engine::pace::Pace;
 use longhaul_engine::source::{Answer, Link, Source, SourceError, WriteId};
 use longhaul_protocol::limits::FRAMES_EARLY_BYTES_MAX;
 use longhaul_protocol::message::Acknowledgement;
-use longhaul_protocol::piece::{Part, Piece};
+use longhaul_protocol::piece::{self, Part, Piece};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, MigrationId, RegionId, RegionKind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -140,7 +140,8 @@ impl Line {
         })
     }
 
-    /// Returns the number of frames given to the carrier.
+    /// Returns the number of frames given to the carrier that the destination needs to load the
+    /// guest.
     pub(crate) fn frames(&self) -> u64 {
         self.frames.load(Ordering::SeqCst)
     }
@@ -474,7 +475,8 @@ impl Sending {
             let piece = lock(&self.pieces).get(pieces_sent).cloned();
             if let Some(piece) = piece {
                 pieces_sent += 1;
-                if permit.send(piece, false).is_err() {
+                // The guest is stopped, or is about to be.
+                if permit.send(piece, true).is_err() {
                     return Ok(Ended::Lost);
                 }
                 continue;
@@ -590,10 +592,15 @@ impl Sending {
         }
         // Counted before the engine knows of the frame, because the count may be announced from
         // then on.
-        line.frames.fetch_add(1, Ordering::SeqCst);
+        if !batch.held {
+            line.frames.fetch_add(1, Ordering::SeqCst);
+        }
         self.engine().encoded(&batch, Some(frame.bytes.len()));
         Ok(Next::Frame {
-            frame: frame.bytes.into(),
+            frame: match batch.held {
+                true => piece::for_the_load(&frame.bytes).into(),
+                false => frame.bytes.into(),
+            },
             urgent: batch.urgent,
         })
     }

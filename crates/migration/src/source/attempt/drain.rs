@@ -135,6 +135,16 @@ impl SourceAttempt {
         }
     }
 
+    /// Sends memory that follows behind all that the destination needs to load the guest.
+    pub(crate) fn sends_more(&mut self) {
+        let mut engine = self.task.sending.engine();
+        if engine.memory_follows() && !self.loading && self.draining.is_none() {
+            engine.behind_the_rest();
+            drop(engine);
+            self.task.sending.wake();
+        }
+    }
+
     /// Takes what the destination asks for while it loads the guest.
     pub(crate) async fn asked_for(&mut self, region: RegionId, ranges: &[BlockRange]) {
         tracing::debug!(

@@ -46,10 +46,14 @@ impl SourceAttempt {
         let migration = self.task.offer.migration;
         tokio::task::spawn_blocking(move || {
             let began = Instant::now();
-            let missing = sending.engine().missing_masks(search.region);
-            let blocks = search.find(&missing);
+            let engine = sending.engine();
+            let missing = engine.missing_masks(search.region);
+            let often = engine.written_often(search.region);
+            drop(engine);
+            let blocks = search.find(&missing, &often);
             let (found, took) = (blocks.len(), began.elapsed());
-            tracing::debug!(%migration, found, ?took, "what its CPUs use next goes first");
+            let often = often.len();
+            tracing::debug!(%migration, found, often, ?took, "what its CPUs use next goes first");
             if let Err(error) = sending.engine().expect(search.region, &blocks) {
                 tracing::warn!(%migration, %error, "what its CPUs use next cannot go first");
             }

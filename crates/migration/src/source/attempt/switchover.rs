@@ -160,7 +160,7 @@ impl SourceAttempt {
         if let Err(error) = self.promise_tables() {
             return self.fail(error).await;
         }
-        if let Err(error) = self.promise_needed().and_then(|()| self.leave_out_unused()) {
+        if let Err(error) = self.leave_out_unused().and_then(|()| self.expect_needed()) {
             return self.fail(failure::internal(&error.to_string())).await;
         }
         self.task.sending.engine().closed();
@@ -184,8 +184,9 @@ impl SourceAttempt {
         Ok(())
     }
 
-    /// Queues the blocks of memory that follows which QEMU reads while it loads the guest.
-    fn promise_needed(&self) -> Result<(), SourceError> {
+    /// Lets the blocks of memory that follows which QEMU reads while it loads the guest go first of
+    /// it.
+    fn expect_needed(&self) -> Result<(), SourceError> {
         let mut engine = self.task.sending.engine();
         let stopped = self.stopped.as_ref().filter(|_| engine.memory_follows());
         let needed = stopped.and_then(|it| self.task.outbound.needed_to_load(&it.what.tail));
@@ -193,7 +194,11 @@ impl SourceAttempt {
             return Ok(());
         };
         tracing::debug!(blocks = blocks.len(), "what the devices name goes ahead");
-        engine.promise(region, blocks)
+        let blocks: Vec<u64> = blocks
+            .iter()
+            .flat_map(longhaul_protocol::BlockRange::blocks)
+            .collect();
+        engine.expect(region, &blocks)
     }
 
     /// Leaves memory that follows and was never used out of the lists: it is zero at both ends.
@@ -366,6 +371,7 @@ impl SourceAttempt {
             device_state_bytes,
         })
         .await;
+        self.sends_more();
         self.expect_next();
         // While the destination loads the guest. Without it a later agent has QEMU alone.
         if self.task.outbound.kept().is_some()
