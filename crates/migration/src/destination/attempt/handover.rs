@@ -19,6 +19,7 @@ use longhaul_protocol::message::{Summary, ToSource};
 use longhaul_protocol::{BlockRange, Generation, RegionId};
 use std::time::Duration;
 use tokio::sync::mpsc::error::TryRecvError;
+use tokio::task::block_in_place;
 use tokio::time::Instant;
 
 /// How long QEMU may take to answer `cont` when the source is gone, whose memory it may wait for.
@@ -135,6 +136,9 @@ impl DestinationAttempt {
     /// journals are complete.
     pub(crate) async fn end(mut self) {
         if !self.state().owns_guest() {
+            // What has arrived may still be written, and what is on a volume is noted next.
+            let receiving = self.inbound.receiving();
+            block_in_place(|| receiving.seal());
             self.companions.aborted().await;
         }
         let (state, guest) = (&self.context.parts.config.state, &self.offer.guest.name);
