@@ -355,14 +355,20 @@ impl SourceAttempt {
         if self.announced == Some(announcement) {
             return;
         }
-        self.announced = Some(announcement);
+        let before = self.announced.replace(announcement);
+        // Blocks of the lists travel behind them, so others would not name these. They are missing
+        // at the destination until it loads the guest.
+        let listed = before.is_some_and(|(epoch, _)| epoch == line.epoch)
+            && self.task.sending.engine().memory_follows();
         let device_state_bytes = stopped.what.tail.len() as u32;
         let early_bytes = self.early_bytes() as u32;
         if self.entry().phase() == Phase::Stopping {
             self.entry().enter(Phase::Loading);
         }
         self.send_lengths().await;
-        self.send_lists().await;
+        if !listed {
+            self.send_lists().await;
+        }
         let (epoch, frames) = announcement;
         self.send(ToDestination::Complete {
             epoch,
