@@ -119,6 +119,8 @@ impl Source {
 
     fn judge(&mut self, now: Duration) -> Advice {
         if self.pushes_memory() || self.waits_for_ahead(now) {
+            // The stop that they waited for did not come: QEMU began its migration again.
+            self.background_held = false;
             return Advice::Wait;
         }
         if self.memory_may_follow && self.outpaced().is_some() {

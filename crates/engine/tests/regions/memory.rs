@@ -236,6 +236,23 @@ fn memory_follows_only_a_guest_that_writes_too_fast() {
     assert_eq!(stops_in_time(20_000), (StopReason::WithinLimit, true));
 }
 
+/// A QEMU that completes by itself begins its migration again, and reports all blocks once more.
+#[test]
+fn after_a_stop_that_did_not_come_memory_is_sent_again() {
+    let wish = Wish::downtime(MS * 300);
+    let mut source = Source::new(Strategy::HYBRID, &[spec(MEMORY, 640)], wish, MS).unwrap();
+    begin(&mut source);
+    settle(&mut source);
+    pass(&mut source, 1, &[(0, 2)]);
+    let stops = Advice::Stop(StopReason::WithinLimit);
+    assert_eq!(source.advise(MS * 1100), stops);
+    source.pass_started(MS * 1200, true);
+    source.written(MEMORY, BlockRange::new(0, 640)).unwrap();
+    source.pass_read();
+    assert_eq!(source.advise(MS * 1300), Advice::Send);
+    assert!(settle(&mut source).0 > 600);
+}
+
 #[test]
 fn memory_that_follows_travels_while_the_destination_loads_the_guest() {
     let wish = Wish::downtime(MS * 300);
