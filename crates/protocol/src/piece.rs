@@ -1,7 +1,7 @@
 //! Pieces of device state, which travel on a bulk connection besides frames, in any order; and the
 //! mark of frames that are taken only while the destination loads the guest.
 //!
-//! `docs/wire.md`, sections 4.9 and 4.10, is the normative description.
+//! `docs/wire.md`, sections 4.9 and 4.10, is the normative text.
 
 use crate::limits::DEVICE_STATE_BYTES_MAX;
 
