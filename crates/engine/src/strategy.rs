@@ -10,7 +10,8 @@
 //! | `shared` | nothing | nothing: both hosts see it | - |
 //!
 //! After the switchover the most written chunks travel first. Memory by `hybrid` is sent once
-//! before the switchover; memory by `postcopy` only fills the link until the guest can be stopped,
+//! before the switchover, and what is written of it again in further passes, as long as each leaves
+//! clearly less; memory by `postcopy` only fills the link until the guest can be stopped,
 //! with the code that the guest uses first.
 
 /// A strategy: one row of the table.

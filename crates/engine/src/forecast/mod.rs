@@ -10,7 +10,8 @@
 //! exp(-x))` bytes of it, with `x = t · rate / set`. A block travels as it is when it is sent, so
 //! of a pass that takes `t` those changes count that come after: `set · (1 - (1 - exp(-x)) / x)`
 //! bytes. The guest stops when the remaining bytes fit the requested downtime. One that writes does
-//! not stop before a second pass.
+//! not stop before a second pass. Of a guest whose memory follows, further passes send what it has
+//! written as long as each leaves clearly less.
 //!
 //! [`Learned`] corrects the ranges with the errors of earlier moves.
 
@@ -30,6 +31,8 @@ const PERCENTILES: [f64; 3] = [0.05, 0.5, 0.95];
 const PASSES_MAX: usize = 12;
 /// Number of passes by which the stop rule finds that the guest cannot fit the requested downtime.
 const PASSES_SETTLING: f64 = 6.0;
+/// What a further pass over memory that follows leaves at most of what was left before.
+const FURTHER_LEAVES: f64 = 0.7;
 /// Time of a short pass without its round trip, in seconds.
 const PASS_S: Guess = Guess::new(0.2, 0.7);
 /// The pace of everything that is waited for, relative to the measured one: what else the hosts do.
@@ -74,7 +77,7 @@ impl Guess {
 pub enum Follows {
     /// None.
     Nothing,
-    /// What the guest writes after its memory was sent once.
+    /// What the guest writes after its memory was sent, in as many passes as help.
     Written,
     /// All that was not sent before the stop.
     Everything,
@@ -239,15 +242,23 @@ impl Drawn {
             }
         };
         if inputs.follows != Follows::Nothing {
-            let stopped_at_s = match inputs.follows {
-                Follows::Everything => launch_s,
-                _ => pass_s,
-            };
-            let follows = match inputs.follows {
-                Follows::Written => changed(stopped_at_s),
-                _ => 0.0,
-            };
-            let sent_s = (pass_s + follows / rate).max(stopped_at_s + switchover_s);
+            let mut sending_s = pass_s;
+            let (mut stopped_at_s, mut follows) = (launch_s, 0.0);
+            if inputs.follows == Follows::Written {
+                follows = changed(pass_s);
+                for _ in 1..PASSES_MAX {
+                    let pass_s = (follows / rate).max(short_pass_s);
+                    let left = changed(pass_s);
+                    if follows / rate < inputs.round_trip_s || left > FURTHER_LEAVES * follows {
+                        break;
+                    }
+                    bytes += follows;
+                    sending_s += pass_s;
+                    follows = left;
+                }
+                stopped_at_s = sending_s;
+            }
+            let sent_s = (sending_s + follows / rate).max(stopped_at_s + switchover_s);
             return Self {
                 bytes: bytes + follows,
                 total_s: began_s + sent_s + after_s,

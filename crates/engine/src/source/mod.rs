@@ -13,6 +13,7 @@
 
 mod after;
 mod ahead;
+mod further;
 mod kept;
 mod mirror;
 mod region;
@@ -38,6 +39,7 @@ use std::time::Duration;
 pub use crate::block_map::Class;
 pub use crate::predict::{Downtime, Left, Link, Outpaced, Rhythm, Unseen};
 use ahead::Ahead;
+use further::Further;
 pub use mirror::{Answer, WriteId};
 pub use sending::{Batch, Sent};
 pub use stopping::Advice;
@@ -163,6 +165,8 @@ pub struct Source {
     overwriting: Overwriting,
     /// What of memory by `postcopy` travels before the guest is stopped.
     ahead: Ahead,
+    /// Further passes over memory by `hybrid`.
+    further: Further,
     /// Whether the drain is held back because the guest overwrites missing blocks.
     left_to_guest: bool,
     hot_allowed: bool,
@@ -247,6 +251,7 @@ impl Source {
             rhythm: Rhythm::default(),
             overwriting: Overwriting::default(),
             ahead: Ahead::default(),
+            further: Further::default(),
             left_to_guest: false,
             hot_allowed: false,
             memory_may_follow: false,
@@ -315,13 +320,14 @@ impl Source {
         self.memory_may_follow = true;
     }
 
-    /// Lets memory follow, if it may: the guest writes it too fast for the requested downtime, so
-    /// it is sent only once before the stop. Without that the guest would wait for far more pages,
-    /// and the move would take as long.
+    /// Lets memory follow, if it may: the guest writes it too fast for the requested downtime. It
+    /// is sent once before the stop, without which the guest would wait for far more pages, and the
+    /// move would take as long. Further passes would not help.
     pub fn let_memory_follow(&mut self) {
         if std::mem::take(&mut self.memory_may_follow) {
             let memory = self.regions.iter_mut().filter(|it| !it.is_written_late());
             memory.for_each(|region| region.strategy = Strategy::HYBRID);
+            self.end_further_passes();
         }
     }
 

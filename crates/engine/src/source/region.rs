@@ -38,6 +38,8 @@ pub(super) struct Region {
     pub(super) promised: Vec<BlockRange>,
     /// Whether only wanted blocks are read.
     pub(super) held_back: bool,
+    /// Whether a further pass sends it, which leaves out no blocks.
+    pub(super) in_further_pass: bool,
     /// Blocks reported as written one by one, counting repetitions.
     pub(super) written_blocks: u64,
     reports: Reports,
@@ -91,6 +93,7 @@ impl Region {
             taken_blocks: 0,
             promised: Vec::new(),
             held_back: false,
+            in_further_pass: false,
             written_blocks: 0,
             reports,
         }
@@ -156,7 +159,14 @@ impl Region {
             Before::UntilStopRule | Before::InStep => false,
         };
         let pending = |class: Class| self.map.pending(class) > 0;
-        self.is_listed() && before && (pending(Class::Cold) || pending(Class::Rest))
+        let some = pending(Class::Cold) || pending(Class::Rest);
+        self.is_listed() && before && (some || self.in_further_pass && pending(Class::Hot))
+    }
+
+    /// Returns whether blocks of it that the guest has written are sent again before the
+    /// switchover, although they may be listed.
+    pub(super) fn sends_again(&self) -> bool {
+        self.is_listed() && matches!(self.strategy.before, Before::BelowThreshold(_))
     }
 
     /// Returns whether its blocks only fill the link until the guest is stopped, which nothing

@@ -171,15 +171,19 @@ impl Source {
         if turn == Turn::Background {
             self.take_ahead(max_blocks, seq, blocks);
         }
-        let hot = turn == Turn::Must && self.may_send_hot();
+        let hot = self.may_send_hot();
         let behind = self.mirrors_go_first();
         let mut kind = (!blocks.is_empty()).then_some(false);
         for class in classes.iter().copied() {
-            if class == Class::Hot && !hot {
-                continue;
-            }
             for id in &self.order {
                 let region = &mut self.regions[*id];
+                let too_hot = match turn {
+                    Turn::Must => !hot,
+                    Turn::Background => !region.in_further_pass,
+                };
+                if class == Class::Hot && too_hot {
+                    continue;
+                }
                 // Late writes have other content, and are counted by frame.
                 let late = region.is_written_late();
                 let waits = region.waits() && class != Class::Wanted && !self.frozen;
@@ -311,7 +315,9 @@ impl Source {
         }
         let first = batch.blocks.first();
         let region = first.map(|id| &self.regions[id.region]);
-        let counts = region.is_some_and(Region::is_promised);
+        let before = |region: &Region| region.sends_again() && !region.is_written_late();
+        let before = !self.frozen && region.is_some_and(before);
+        let counts = before || region.is_some_and(Region::is_promised);
         let cost = self.costs.of(region.is_some_and(Region::is_written_late));
         // In a whole pass only blocks with content indicate the cost of a written block.
         match (self.pass.whole, self.flights.get(&seq)) {

@@ -123,6 +123,10 @@ impl Source {
             self.background_held = false;
             return Advice::Wait;
         }
+        if let Some(advice) = self.further_pass(now) {
+            self.background_held = false;
+            return advice;
+        }
         if self.memory_may_follow && self.outpaced().is_some() {
             self.let_memory_follow();
         }
@@ -374,16 +378,20 @@ impl Source {
     /// Returns the blocks that would have to travel after a stop: pending ones, and an estimate of
     /// those written since the pass was made.
     pub(super) fn left_blocks(&self, now: Duration) -> Blocks {
+        let mut left = self.promised(|region| region.map.pending_total() + region.kept_blocks());
+        if self.promises_memory() {
+            left.by_passes = (left.by_passes + self.unseen_blocks(now)).min(self.all_blocks() as f64);
+        }
+        left
+    }
+
+    /// Returns how many written blocks no pass has reported yet.
+    pub(super) fn unseen_blocks(&self, now: Duration) -> f64 {
         // The count is some time old, and the guest has kept writing.
         let counted = self.unseen_now();
         let since = now.saturating_sub(counted.at).as_secs_f64();
         let written = counted.written_blocks as f64 + self.write_rate().by_passes * since;
-        let unseen = written + counted.unread_blocks as f64;
-        let mut left = self.promised(|region| region.map.pending_total() + region.kept_blocks());
-        if self.promises_memory() {
-            left.by_passes = (left.by_passes + unseen).min(self.all_blocks() as f64);
-        }
-        left
+        written + counted.unread_blocks as f64
     }
 
     /// Sums a count over the regions that must be there.

@@ -7,6 +7,7 @@ use longhaul_engine::source::{Advice, Downtime, Source, Unseen};
 use longhaul_engine::stop::{StopReason, Wish};
 use longhaul_engine::strategy::Strategy;
 use longhaul_protocol::{BlockRange, RegionSpec};
+use std::time::Duration;
 
 /// Memory of 640 blocks, in the first pass.
 fn memory(strategy: Strategy) -> Source {
@@ -116,6 +117,84 @@ fn memory_that_is_written_in_pass_after_pass_follows() {
     source.handed_over();
     assert_eq!(settle(&mut source), (65, 0));
     assert!(source.is_drained());
+}
+
+/// Sends memory of 64 Ki blocks once, in 30 s, and then what a guest writes to them at random at
+/// this rate. Returns how many further passes there were, and how many blocks are missing at the
+/// stop.
+fn further_passes(written_per_s: f64) -> (u32, u64) {
+    let all = 64 << 10;
+    let wish = Wish::downtime(MS * 300);
+    let mut source = Source::new(Strategy::HYBRID, &[spec(MEMORY, all)], wish, MS).unwrap();
+    begin(&mut source);
+    settle(&mut source);
+    let (mut now, mut began, mut passes) = (MS * 30_000, Duration::ZERO, 0);
+    loop {
+        let part = (now - began).as_secs_f64() * written_per_s / all as f64;
+        let written_blocks = (all as f64 * (1.0 - (-part).exp())) as u64;
+        source.unseen(Some(Unseen {
+            written_blocks,
+            unread_blocks: 0,
+            at: now,
+        }));
+        match source.advise(now) {
+            Advice::Send => {
+                let batch = take(&mut source).unwrap();
+                now += MS.mul_f64(batch.blocks.len() as f64 * 0.4096);
+                acknowledge(&mut source, &batch);
+            }
+            Advice::ReadPass => {
+                (began, passes) = (now, passes + 1);
+                source.pass_started(now, false);
+                let first = u64::from(passes) * 7919 % (all - written_blocks);
+                let range = BlockRange::new(first, written_blocks);
+                source.written(MEMORY, range).unwrap();
+                source.unseen(Some(Unseen::default()));
+                source.pass_read();
+            }
+            Advice::Stop(_) => return (passes, written_blocks + source.pending_blocks()),
+            Advice::Wait => now += MS,
+            Advice::Complete => panic!("it was not stopped"),
+        }
+    }
+}
+
+#[test]
+fn what_is_written_of_memory_that_follows_is_sent_again_while_that_helps() {
+    let (passes, missing) = further_passes(10.0);
+    assert!((1..=3).contains(&passes) && missing < 20, "{passes} {missing}");
+    let (passes, missing) = further_passes(800.0);
+    assert!((3..=8).contains(&passes) && missing < 1000, "{passes} {missing}");
+    // The link carries little more than this is.
+    let (passes, missing) = further_passes(2200.0);
+    assert!((1..=3).contains(&passes) && missing < 30_000, "{passes} {missing}");
+    let (passes, missing) = further_passes(20_000.0);
+    // One pass only names the blocks, since the stopped guest would wait for that.
+    assert!(passes <= 1 && missing > 60_000, "{passes} {missing}");
+}
+
+/// A guest that begins to write while a further pass is sent is stopped at once.
+#[test]
+fn a_further_pass_that_does_not_help_ends() {
+    let mut source = memory(Strategy::HYBRID);
+    settle(&mut source);
+    let unseen = |source: &mut Source, written_blocks, at| {
+        source.unseen(Some(Unseen {
+            written_blocks,
+            unread_blocks: 0,
+            at,
+        }));
+    };
+    unseen(&mut source, 100, MS * 1000);
+    assert_eq!(source.advise(MS * 1000), Advice::ReadPass);
+    pass(&mut source, 1, &[(0, 100)]);
+    unseen(&mut source, 10, MS * 1001);
+    assert_eq!(source.advise(MS * 1001), Advice::Send);
+    let batch = take(&mut source).unwrap();
+    acknowledge(&mut source, &batch);
+    unseen(&mut source, 90, MS * 1002);
+    let stops = Advice::Stop(StopReason::WithinLimit);
+    assert_eq!(source.advise(MS * 1002), stops);
 }
 
 #[test]

@@ -19,18 +19,18 @@ const BEFORE_S: Guess = Guess::new(0.35, 0.4);
 /// Round trips in it: two connections, a question, the offer and its answer.
 const BEFORE_ROUND_TRIPS: f64 = 7.0;
 /// Time from then until QEMU at the destination waits for the guest, in seconds.
-const LAUNCH_S: Guess = Guess::new(0.7, 0.5);
+const LAUNCH_S: Guess = Guess::new(0.5, 0.5);
 /// Time from the handover until the move has ended, in seconds, without round trips.
 const AFTER_S: Guess = Guess::new(0.15, 0.6);
 /// Round trips in it.
 const AFTER_ROUND_TRIPS: f64 = 2.0;
 /// Duration of a stop without the last blocks and round trips, in seconds.
-const SWITCHOVER_S: Guess = Guess::new(0.1, 0.45);
+const SWITCHOVER_S: Guess = Guess::new(0.065, 0.45);
 /// Bytes on the wire for each byte of frames: headers of QUIC, UDP and IP, and acknowledgements.
 const WIRE: f64 = 1.05;
 /// The spread of the bytes of content, besides that of its sample: frames of a move are compressed
 /// by what the link and the encoder are at that moment.
-const CONTENT_SPREAD: f64 = 0.08;
+const CONTENT_SPREAD: f64 = 0.1;
 /// The smallest spread of a link's measured rate: links change from minute to minute.
 const RATE_SPREAD_MIN: f64 = 0.06;
 /// The part of a returning guest's content that its destination lacks, if it has not said.
@@ -238,6 +238,9 @@ fn inputs(asking: &Asking) -> Option<(Inputs, f64)> {
         likely: missing.likely + (1.0 - missing.likely).max(0.0) * digest,
         ..missing
     };
+    // Blocks that are there are read, and not encoded.
+    let encoding_s = (content.work_s - content.read_s).max(0.0);
+    let work_s = content.read_s + encoding_s * missing_share.likely.min(1.0);
     let written = match asking.look.dirty_bytes_per_s {
         None | Some(0) => WRITTEN_UNSEEN,
         Some(rate) => Guess::new(rate as f64, WRITTEN_SPREAD),
@@ -249,7 +252,7 @@ fn inputs(asking: &Asking) -> Option<(Inputs, f64)> {
             .disks
             .map_or(Guess::exactly(0.0), |disks| on_wire(disks.sent_bytes)),
         missing_share,
-        work_s: Guess::new(content.work_s, 0.3),
+        work_s: Guess::new(work_s, 0.3),
         rate,
         before_s: later(BEFORE_S, BEFORE_ROUND_TRIPS),
         round_trip_s: rtt_s,
