@@ -32,7 +32,7 @@ const PASSES_MAX: usize = 12;
 /// Number of passes by which the stop rule finds that the guest cannot fit the requested downtime.
 const PASSES_SETTLING: f64 = 6.0;
 /// What a further pass over memory that follows leaves at most of what was left before.
-const FURTHER_LEAVES: f64 = 0.7;
+const FURTHER_LEAVES: f64 = 0.85;
 /// Time of a short pass without its round trip, in seconds.
 const PASS_S: Guess = Guess::new(0.2, 0.7);
 /// The pace of everything that is waited for, relative to the measured one: what else the hosts do.

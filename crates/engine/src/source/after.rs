@@ -24,9 +24,10 @@ const QUEUE_BYTES_MIN: f64 = 256.0 * 1024.0;
 /// The same of disk blocks of the drain that nothing waits for, in links filled and in bytes.
 const DRAIN_WINDOWS: f64 = 4.0;
 const DRAIN_BYTES_MIN: f64 = 1024.0 * 1024.0;
-/// The same of memory, in round trips and a time more, and in bytes.
-const MEMORY_WINDOWS: f64 = 1.4;
-const MEMORY_QUEUE: Duration = Duration::from_millis(5);
+/// The same of memory: what the link carries in a round trip and this part of another one, or this
+/// time, whichever is less; and in any case these bytes.
+const MEMORY_QUEUE_RTT: f64 = 0.6;
+const MEMORY_QUEUE: Duration = Duration::from_millis(15);
 const MEMORY_BYTES_MIN: f64 = 256.0 * 1024.0;
 /// The same of memory that the destination holds: with one more frame it is less than what that
 /// accepts.
@@ -269,7 +270,11 @@ impl Source {
         let limit = match self.regions.iter().any(is_left) {
             true => {
                 let bytes = self.link.map_or(0.0, |link| {
-                    let time = link.rtt.mul_f64(MEMORY_WINDOWS) + MEMORY_QUEUE;
+                    let time = match self.draining {
+                        true => link.rtt + link.rtt.mul_f64(MEMORY_QUEUE_RTT).min(MEMORY_QUEUE),
+                        // The commit does not wait behind it.
+                        false => link.rtt,
+                    };
                     link.rate_bytes_per_s * time.as_secs_f64()
                 });
                 let most = if self.held { HELD_BYTES_MAX } else { f64::MAX };

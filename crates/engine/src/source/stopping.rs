@@ -22,7 +22,7 @@ pub enum Advice {
 }
 
 /// The shortest time between passes: each costs the source's QEMU a search for written pages.
-const PASS_MIN: Duration = Duration::from_millis(20);
+pub(super) const PASS_MIN: Duration = Duration::from_millis(20);
 /// The same while the stop waits for something other than their report.
 const PASS_WAITING: Duration = Duration::from_millis(100);
 /// The same while the stop waits for a burst of writes to the disks, which may take long: the
@@ -380,7 +380,8 @@ impl Source {
     pub(super) fn left_blocks(&self, now: Duration) -> Blocks {
         let mut left = self.promised(|region| region.map.pending_total() + region.kept_blocks());
         if self.promises_memory() {
-            left.by_passes = (left.by_passes + self.unseen_blocks(now)).min(self.all_blocks() as f64);
+            left.by_passes =
+                (left.by_passes + self.unseen_blocks(now)).min(self.all_blocks() as f64);
         }
         left
     }

@@ -15,13 +15,13 @@ use std::time::Duration;
 
 /// Time from the start of a move until blocks are sent, in seconds, without round trips. Here and
 /// below: of moves between idle hosts.
-const BEFORE_S: Guess = Guess::new(0.35, 0.4);
+const BEFORE_S: Guess = Guess::new(0.25, 0.4);
 /// Round trips in it: two connections, a question, the offer and its answer.
 const BEFORE_ROUND_TRIPS: f64 = 7.0;
 /// Time from then until QEMU at the destination waits for the guest, in seconds.
-const LAUNCH_S: Guess = Guess::new(0.5, 0.5);
+const LAUNCH_S: Guess = Guess::new(0.4, 0.5);
 /// Time from the handover until the move has ended, in seconds, without round trips.
-const AFTER_S: Guess = Guess::new(0.15, 0.6);
+const AFTER_S: Guess = Guess::new(0.12, 0.6);
 /// Round trips in it.
 const AFTER_ROUND_TRIPS: f64 = 2.0;
 /// Duration of a stop without the last blocks and round trips, in seconds.
