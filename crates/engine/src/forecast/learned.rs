@@ -3,7 +3,7 @@
 use super::Range;
 
 /// Weight of the model's own width, in moves.
-const MODEL_MOVES: f64 = 4.0;
+const MODEL_MOVES: f64 = 8.0;
 /// The largest correction of a range's middle, as a factor.
 const CORRECTION_MAX: f64 = 4.0;
 /// The narrowest range, as a factor to each side.
@@ -27,7 +27,7 @@ impl Error {
 /// - The middle is multiplied by the median error of these moves and of one more without an error.
 ///   A single move is thus half believed, and one that went differently from all others changes
 ///   nothing.
-/// - The width to each side is the average of the model's width, which counts as 4 moves, and of
+/// - The width to each side is the average of the model's width, which counts as 8 moves, and of
 ///   the 90th percentile of the remaining errors, which counts as many moves as there are.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Learned {
@@ -127,8 +127,8 @@ mod tests {
         assert!(is_about(half.likely, 141.4), "{half:?}");
         let whole = learned(&[200.0; 8]);
         assert!(is_about(whole.likely, 200.0), "{whole:?}");
-        // The model's width counts as 4 of 12 moves.
-        assert!(is_about(whole.high / whole.likely, 2_f64.powf(4.0 / 12.0)));
+        // The model's width counts as 8 of 16 moves.
+        assert!(is_about(whole.high / whole.likely, 2_f64.powf(8.0 / 16.0)));
     }
 
     #[test]

@@ -60,7 +60,7 @@ const SUBJECTS: [Subject; 4] = [
     Subject {
         name: "idle",
         dirty_share: 0.0,
-        arena_bytes: 64 << 20,
+        arena_bytes: 48 << 20,
         content: "mix",
         has_disk: false,
     },
