@@ -1,7 +1,8 @@
 //! Further passes over memory by `hybrid`: each sends what the guest wrote during the one before,
 //! so that less is missing when the guest runs at the destination. They go on as long as each
 //! leaves clearly less, blocks that were written in pass after pass included, and end at once when
-//! the guest is seen to write too fast for that.
+//! the guest is seen to write too fast for that. Together they send at most what the first pass
+//! sent.
 
 use super::stopping::PASS_MIN;
 use super::{Advice, Source};
@@ -29,6 +30,8 @@ pub(super) struct Further {
     after: u32,
     /// Blocks that were missing at that time.
     missing: f64,
+    /// The sum of these numbers.
+    all: f64,
     /// Since when the number of written blocks is not known.
     uncounted_since: Option<Duration>,
     /// Whether no more follow.
@@ -39,7 +42,7 @@ impl Source {
     /// Returns what a further pass over memory needs next; nothing if none helps. All of memory
     /// was sent once.
     pub(super) fn further_pass(&mut self, now: Duration) -> Option<Advice> {
-        if self.further.over {
+        if self.further.over || self.link.is_none() {
             return None;
         }
         let advice = self.next_of_further_pass(now);
@@ -58,12 +61,13 @@ impl Source {
 
     fn next_of_further_pass(&mut self, now: Duration) -> Option<Advice> {
         let link = self.link?;
-        let mut pending = 0;
+        let (mut pending, mut blocks) = (0, 0);
         for region in self.regions.iter().filter(|it| !it.is_written_late()) {
             if !region.sends_again() {
                 return None;
             }
             pending += region.map.pending_total();
+            blocks += region.map.len();
         }
         if self.further.begun > 0 && self.further.after == self.pass.number {
             return Some(Advice::ReadPass);
@@ -75,7 +79,12 @@ impl Source {
         }
         self.further.uncounted_since = None;
         let written = self.unseen_blocks(now);
-        let Further { begun, missing, .. } = self.further;
+        let Further {
+            begun,
+            missing,
+            all,
+            ..
+        } = self.further;
         if pending > 0 && begun > 0 {
             let sent = (missing - pending as f64).max(0.0);
             let most = PROGRESS * sent + UNCERTAIN * missing + UNCERTAIN_BLOCKS;
@@ -85,7 +94,8 @@ impl Source {
         // What follows the guest travels whole, and while the destination loads it.
         let few = travel_time(left * BLOCK_SIZE as f64, link) < link.rtt;
         let helped = begun == 0 || left <= PROGRESS * missing;
-        if few || !helped || begun == FURTHER_MAX {
+        let much = all + left > blocks as f64;
+        if few || !helped || much || begun == FURTHER_MAX {
             return None;
         }
         if now.saturating_sub(self.pass.started_at) < PASS_MIN {
@@ -97,6 +107,7 @@ impl Source {
             begun: begun + 1,
             after: self.pass.number,
             missing: left,
+            all: all + left,
             ..Further::default()
         };
         Some(Advice::ReadPass)

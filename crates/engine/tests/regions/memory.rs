@@ -189,10 +189,10 @@ fn what_is_written_of_memory_that_follows_is_sent_again_while_that_helps() {
         (3..=12).contains(&passes) && missing < 1000,
         "{passes} {missing}"
     );
-    // The link carries little more than this is.
+    // The link carries little more than this is: more passes would send more than the first did.
     let (passes, missing) = further_passes(2200.0);
     assert!(
-        (3..=12).contains(&passes) && missing < 10_000,
+        (1..=2).contains(&passes) && missing < 30_000,
         "{passes} {missing}"
     );
     let (passes, missing) = further_passes(20_000.0);
