@@ -18,6 +18,8 @@ use std::time::Duration;
 
 /// Number of recent passes that a rule considers.
 const WINDOW: usize = 5;
+/// Number of passes without progress after which memory that may follow does.
+const SETTLED: usize = 2;
 /// A pass counts as progress when it leaves at most this share of the best one before it.
 const PROGRESS: f64 = 0.9;
 /// Xen stops when fewer blocks than this are pending,
@@ -140,6 +142,12 @@ impl StopRule {
     /// Returns since when the guest has been known to write too fast for the requested downtime.
     pub fn too_fast_since(&self) -> Option<Duration> {
         self.too_fast_since
+    }
+
+    /// Returns whether the last passes made no progress, although a few more are waited for before
+    /// the guest counts as too fast.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.wish.rule == Rule::Predicted && self.without_progress >= SETTLED
     }
 
     /// Takes a pass that has been sent. Returns the reason to stop, if there is one.

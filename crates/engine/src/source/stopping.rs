@@ -181,7 +181,7 @@ impl Source {
             self.pass.judged = true;
             let after = self.after_pass(now, predicted);
             let reason = self.stop.pass(&after);
-            if self.memory_may_follow && self.stop.too_fast_since().is_some() {
+            if self.memory_may_follow && self.stop.is_settled() {
                 self.let_memory_follow();
                 return Advice::Wait;
             }
