@@ -26,9 +26,10 @@ const LINK: &str = "400mbit,4ms";
 const BUSY: u64 = 200;
 /// The memory of the smallest guest.
 const MEMORY_BYTES: u64 = 128 << 20;
-/// The link before that with `hybrid`, and pages rewritten per second: so many that further passes
-/// do not help, and more is missing than comes before the first trouble.
+/// The link before that, with `hybrid`.
 const WHILE_RUNNING: &str = "30mbit,4ms";
+/// Pages rewritten per second meanwhile. Further passes do not help against so many, and memory is
+/// still missing at the first trouble.
 const BUSIER: u64 = 20_000;
 /// The link while memory follows: so slow that most of it follows after the first trouble.
 const NARROW: &str = "4mbit,4ms";
