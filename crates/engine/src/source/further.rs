@@ -1,8 +1,7 @@
 //! Further passes over memory by `hybrid`: each sends what the guest wrote during the one before,
 //! so that less is missing when the guest runs at the destination. They go on as long as each
-//! leaves clearly less, blocks that were written in pass after pass included, and end at once when
-//! the guest is seen to write too fast for that. Together they send at most as many blocks as memory
-//! has.
+//! leaves clearly less, blocks that were written in pass after pass included. They end at once when
+//! the guest is seen to write too fast, and together send at most as many blocks as memory has.
 
 use super::stopping::PASS_MIN;
 use super::{Advice, Source};
