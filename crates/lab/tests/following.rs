@@ -19,7 +19,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const LINK: &str = "400mbit,4ms";
 /// Some pages rewritten per second, so that the guest waits for pages that have not come.
@@ -32,11 +32,15 @@ const WHILE_RUNNING: &str = "30mbit,4ms";
 /// still missing at the first trouble.
 const BUSIER: u64 = 20_000;
 /// The link while memory follows: so slow that most of it follows after the first trouble.
-const NARROW: &str = "4mbit,4ms";
-/// How long the link then needs for what must come before the next trouble, were its rate to stay.
-const PART: Duration = Duration::from_secs(2);
+const NARROW: &str = "1mbit,4ms";
+/// How long what must come before the next trouble is to take.
+const PART: Duration = Duration::from_secs(4);
+/// How often the rate of the link is set anew meanwhile. The destination shows what is missing as
+/// often.
+const LOOK: Duration = Duration::from_millis(500);
 /// The slowest link: on a slower one a new connection takes too long.
 const SLOWEST_BPS: u64 = 128_000;
+const FASTEST_BPS: u64 = 32_000_000;
 const RTT: Duration = Duration::from_millis(4);
 
 /// The command that QEMU's monitor needs before any other.
@@ -278,34 +282,50 @@ impl Trouble {
     }
 }
 
-/// Waits until a share of what was missing at first has come. The closer that is, the slower the
-/// link: what follows may compress to much less, and the destination shows it a little later.
+/// Waits until a share of what was missing at first has come, about as long as `PART`. How many
+/// blocks the link carries is only known when it has carried some: a block may be whole, or a delta
+/// of some bytes. So the link is slow at first, and its rate follows what comes.
 fn has_come(share: f64, guest: &Running, stage: &Stage, from: usize, first: &mut u64) {
     let left = || missing(stage, 1 - from, &guest.name);
+    let is_over = || stage.qemus(from, &guest.name).is_empty();
+    let mut rate = SLOWEST_BPS;
+    set_rate(stage, rate);
     if *first == 0 {
         // The destination shows it a little later.
         let is_shown = wait_until(LIMIT, || {
             *first = left();
-            *first > 0 || stage.qemus(from, &guest.name).is_empty()
+            *first > 0 || is_over()
         });
         assert!(is_shown && *first > 0, "nothing is missing");
     }
     let most = (*first as f64 * (1.0 - share)) as u64;
-    let (mut last, mut rate) = (0, None);
+    let mut last = left();
+    let (mut seen, mut since) = (last, Instant::now());
     let comes = wait_until(LIMIT, || {
         last = left();
-        let blocks = last.saturating_sub(most).max(*first / 30);
-        let needed = (blocks as f64 * 4096.0 * 8.0 / PART.as_secs_f64()) as u64;
-        let needed = needed.max(SLOWEST_BPS);
-        if rate.is_none_or(|rate| needed < rate * 3 / 4) {
-            let link = LinkSpec::new(needed, RTT);
-            stage.lab.link(0, 1).unwrap().change(link).unwrap();
-            rate = Some(needed);
+        if since.elapsed() > LOOK {
+            let came = seen.saturating_sub(last) as f64;
+            let wanted = last.saturating_sub(most) as f64 * LOOK.div_duration_f64(PART);
+            let new = match came / wanted {
+                part if part > 1.0 => rate / 2,
+                part if part < 0.25 => rate * 2,
+                _ => rate,
+            };
+            rate = new.clamp(SLOWEST_BPS, FASTEST_BPS);
+            set_rate(stage, rate);
+            (seen, since) = (last, Instant::now());
         }
-        (1..=most).contains(&last) || stage.qemus(from, &guest.name).is_empty()
+        (1..=most).contains(&last) || is_over()
     });
     assert!(comes, "{last} of {first} blocks do not come");
+    // Little comes until the trouble, and while it lasts.
+    set_rate(stage, SLOWEST_BPS);
     eprintln!("{last} of {first} blocks are missing");
+}
+
+fn set_rate(stage: &Stage, rate_bps: u64) {
+    let link = LinkSpec::new(rate_bps, RTT);
+    stage.lab.link(0, 1).unwrap().change(link).unwrap();
 }
 
 /// Kills the source's stopped QEMU, while memory is missing at the destination.
