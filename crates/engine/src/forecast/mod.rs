@@ -30,13 +30,21 @@ const PERCENTILES: [f64; 3] = [0.05, 0.5, 0.95];
 /// Number of passes in a drawn move. Later ones change little.
 const PASSES_MAX: usize = 12;
 /// Number of passes by which the stop rule finds that the guest cannot fit the requested downtime.
-const PASSES_SETTLING: f64 = 4.0;
+const PASSES_SETTLING: Guess = Guess::new(4.0, 0.4);
 /// What a further pass over memory that follows leaves at most of what was left before.
 const FURTHER_LEAVES: f64 = 0.85;
 /// Time of a short pass without its round trip, in seconds.
-const PASS_S: Guess = Guess::new(0.12, 0.7);
+const PASS_S: Guess = Guess::new(0.09, 0.7);
 /// The pace of everything that is waited for, relative to the measured one: what else the hosts do.
 const PACE: Guess = Guess::new(1.05, 0.15);
+/// Bytes of a stop besides what the guest has written: the state of devices, and messages.
+const LAST_BYTES: Guess = Guess::new(0.15e6, 0.9);
+/// The part of stops in which a packet is lost, and what that costs, in round trips: it is noticed
+/// after one, and sent again.
+const LOSSES: f64 = 0.1;
+const LOSS_ROUND_TRIPS: f64 = 2.0;
+/// What no input accounts for: the rest of a move's time, relative to the sum of its parts.
+const REST: Guess = Guess::new(1.0, 0.12);
 
 /// An uncertain value that is not negative: its logarithm has a normal distribution.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -131,6 +139,8 @@ pub struct Sent {
     pub sending_s: f64,
     /// Bytes sent.
     pub bytes: f64,
+    /// Whether the guest is about to be stopped: it will have nothing but its last blocks to send.
+    pub stops: bool,
 }
 
 /// A range and its middle.
@@ -205,8 +215,16 @@ impl Drawn {
             inputs.switchover_s,
         ]
         .map(|guess| guess.draw(dice));
-        let pace = PACE.draw(dice);
+        let [pace, rest] = [PACE, REST].map(|guess| guess.draw(dice));
+        let lost_s = match dice.uniform() < LOSSES {
+            true => LOSS_ROUND_TRIPS * inputs.round_trip_s,
+            false => 0.0,
+        };
+        let switchover_s = switchover_s + lost_s;
+        let elapsed_s = inputs.sent.map_or(0.0, |sent| sent.elapsed_s);
+        let whole = |time_s: f64| elapsed_s + (time_s - elapsed_s).max(0.0) * rest;
         let short_pass_s = inputs.round_trip_s + PASS_S.draw(dice);
+        let settling = PASSES_SETTLING.draw(dice);
         let written = inputs.written.draw(dice);
         let again = inputs.written_share.draw(dice).min(1.0);
         // What is not known: how long the guest stays within the pages that it writes now.
@@ -241,6 +259,16 @@ impl Drawn {
                 (sent.elapsed_s - sent.sending_s, pass_s, whole)
             }
         };
+        let stopping = inputs.sent.filter(|sent| sent.stops);
+        if let (Follows::Nothing, Some(sent)) = (inputs.follows, stopping) {
+            return Self {
+                bytes: sent.bytes + changed(short_pass_s) + LAST_BYTES.draw(dice),
+                total_s: whole(elapsed_s + switchover_s + after_s),
+                downtime_s: switchover_s,
+                follows_s: 0.0,
+                misses: switchover_s > inputs.downtime.as_secs_f64(),
+            };
+        }
         if inputs.follows != Follows::Nothing {
             let mut sending_s = pass_s;
             let (mut stopped_at_s, mut follows) = (launch_s, 0.0);
@@ -261,7 +289,7 @@ impl Drawn {
             let sent_s = (sending_s + follows / rate).max(stopped_at_s + switchover_s);
             return Self {
                 bytes: bytes + follows,
-                total_s: began_s + sent_s + after_s,
+                total_s: whole(began_s + sent_s + after_s),
                 downtime_s: switchover_s,
                 follows_s: sent_s - stopped_at_s - switchover_s,
                 misses: false,
@@ -283,8 +311,8 @@ impl Drawn {
             }
             if budget_s <= 0.0 && left / rate < short_pass_s {
                 // It will not get better.
-                sending_s += PASSES_SETTLING * short_pass_s;
-                bytes += PASSES_SETTLING * changed(short_pass_s);
+                sending_s += settling * short_pass_s;
+                bytes += settling * changed(short_pass_s);
                 break;
             }
             pass_s = (left / rate).max(short_pass_s);
@@ -295,7 +323,7 @@ impl Drawn {
         let downtime_s = switchover_s + left / rate;
         Self {
             bytes: bytes + left,
-            total_s: began_s + sending_s + downtime_s + after_s,
+            total_s: whole(began_s + sending_s + downtime_s + after_s),
             downtime_s,
             follows_s: 0.0,
             misses: left / rate > budget_s,
@@ -443,34 +471,42 @@ mod tests {
             })
         };
         let (can, cannot) = (far(1000), far(300));
-        assert!(can.misses == 0.0 && cannot.misses == 1.0);
+        assert!(can.misses < 0.2 && cannot.misses == 1.0);
         let more = cannot.total_s.likely - can.total_s.likely;
         // The duration of a short pass varies, and long ones vary more: the median of a sum is
         // above the sum of the medians.
-        assert!(more > 4.0 * 0.42 && more < 4.0 * 0.5, "{more}");
+        let pass_s = 0.3 + PASS_S.likely;
+        assert!(
+            more > PASSES_SETTLING.likely * pass_s && more < 5.0 * pass_s,
+            "{more}"
+        );
         assert!(is_about(cannot.downtime_s.likely, 0.5));
     }
 
     #[test]
     fn what_has_been_sent_is_certain() {
-        let sent = |bytes: f64| {
+        let sent = |bytes: f64, stops| {
             forecast(&Inputs {
                 sent: Some(Sent {
                     elapsed_s: 6.0,
                     sending_s: 5.0,
                     bytes,
+                    stops,
                 }),
                 ..inputs()
             })
         };
-        let half = sent(50.0 * MB);
+        let half = sent(50.0 * MB, false);
         assert!(
             is_about(half.total_s.likely, 1.0 + 5.0 + 5.25 + 0.6),
             "{half:?}"
         );
-        let more = sent(200.0 * MB);
+        let more = sent(200.0 * MB, false);
         assert!(is_about(more.bytes.low, 200.0 * MB), "{more:?}");
         assert!(is_about(more.total_s.likely, 6.6), "{more:?}");
+        let stops = sent(20.0 * MB, true);
+        assert!(is_about(stops.bytes.likely, 20.2 * MB), "{stops:?}");
+        assert!(is_about(stops.total_s.likely, 6.6), "{stops:?}");
     }
 
     #[test]

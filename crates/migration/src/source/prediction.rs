@@ -15,19 +15,19 @@ use std::time::Duration;
 
 /// Time from the start of a move until blocks are sent, in seconds, without round trips. Here and
 /// below: of moves between idle hosts.
-const BEFORE_S: Guess = Guess::new(0.2, 0.4);
+const BEFORE_S: Guess = Guess::new(0.17, 0.4);
 /// The same for local disks: both hosts prepare and close them.
-const DISKS_S: f64 = 0.5;
+const DISKS_S: f64 = 0.62;
 /// Round trips in it: two connections, a question, the offer and its answer.
 const BEFORE_ROUND_TRIPS: f64 = 7.0;
 /// Time from then until QEMU at the destination waits for the guest, in seconds.
-const LAUNCH_S: Guess = Guess::new(0.3, 0.5);
+const LAUNCH_S: Guess = Guess::new(0.25, 0.5);
 /// Time from the handover until the move has ended, in seconds, without round trips.
-const AFTER_S: Guess = Guess::new(0.1, 0.6);
+const AFTER_S: Guess = Guess::new(0.05, 0.8);
 /// Round trips in it.
 const AFTER_ROUND_TRIPS: f64 = 2.0;
 /// Duration of a stop without the last blocks and round trips, in seconds.
-const SWITCHOVER_S: Guess = Guess::new(0.03, 0.45);
+const SWITCHOVER_S: Guess = Guess::new(0.03, 0.5);
 /// Round trips in it, with late and with early release.
 const SWITCHOVER_ROUND_TRIPS: [f64; 2] = [2.0, 1.0];
 /// Bytes on the wire for each byte of frames: headers of QUIC, UDP and IP, and acknowledgements.
@@ -39,7 +39,7 @@ const CONTENT_SPREAD: f64 = 0.12;
 const RATE_SPREAD_MIN: f64 = 0.06;
 /// What a second of round-trip time adds to it: over a far link much of a move is over before the
 /// sender knows the rate, and a lost packet costs more.
-const RATE_SPREAD_PER_S: f64 = 0.7;
+const RATE_SPREAD_PER_S: f64 = 1.0;
 /// The part of a returning guest's content that its destination lacks, if it has not said.
 const MISSING_UNKNOWN: Guess = Guess::new(0.5, 0.7);
 /// The spread of that part, once the destination has answered about all blocks, and twice that if
@@ -47,8 +47,9 @@ const MISSING_UNKNOWN: Guess = Guess::new(0.5, 0.7);
 const MISSING_SPREAD: f64 = 0.6;
 /// How often it lacks the others, relative to those that a move begins with, which change seldom.
 const MISSING_LATER: f64 = 3.0;
-/// The same of a guest that writes.
-const MISSING_LATER_WRITTEN: f64 = 10.0;
+/// How long a guest writes until it writes the same pages again, in seconds: these pages are the
+/// last ones that a move asks about, and the destination lacks them.
+const REWRITES_S: f64 = 2.0;
 /// Bytes of a block that travels as a digest, with its part of an entry.
 const DIGEST_BYTES: f64 = 18.0;
 /// The bytes that a rewritten page takes on the link, relative to a page sent for the first time:
@@ -234,14 +235,16 @@ fn inputs(asking: &Asking) -> Option<(Inputs, f64)> {
         Holds::Sampled(found, missing) | Holds::Counted(found, missing) => {
             let answered = (found + missing) as f64;
             let part = (missing as f64 + 1.0) / (answered + 2.0);
-            let unknown = 1.0 - asking.holds.answered(asking.look.used_blocks(asking.disks));
-            let more = match asking.look.dirty_bytes_per_s {
-                None | Some(0) => MISSING_LATER,
-                Some(_) => MISSING_LATER_WRITTEN,
-            };
-            let later = (part * more).min(1.0);
+            // How many of these were met is chance.
+            let chance = (missing as f64 + 1.0).sqrt().recip();
+            let used_blocks = asking.look.used_blocks(asking.disks);
+            let unknown = 1.0 - asking.holds.answered(used_blocks);
+            let written = asking.look.dirty_bytes_per_s.unwrap_or(0) as f64 * REWRITES_S;
+            let rewritten = written / BLOCK_SIZE as f64 / (used_blocks * unknown).max(1.0);
+            let later = (part * MISSING_LATER).max(rewritten).min(1.0);
             let likely = part + (later - part) * unknown;
-            Guess::new(likely, MISSING_SPREAD + MISSING_SPREAD * unknown)
+            let spread = MISSING_SPREAD + MISSING_SPREAD * unknown;
+            Guess::new(likely, spread.hypot(chance))
         }
     };
     let digest = match asking.holds {

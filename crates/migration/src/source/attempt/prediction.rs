@@ -16,6 +16,8 @@ const PREDICTED_ROUND_TRIPS: u32 = 10;
 /// The part of the blocks with content about which the destination answers before a prediction is
 /// made: the first ones are of blocks that change seldom.
 const ANSWERED_MIN: f64 = 0.5;
+/// Round trips for which a link must have been full until its rate counts.
+const FILLS_ROUND_TRIPS: f64 = 8.0;
 /// Time for which a rate must have been used before it counts, in seconds.
 const KNOWN_AFTER_S: f64 = 0.5;
 /// A rate below this part of the one known from before counts when as much has been sent as the
@@ -35,13 +37,15 @@ impl SourceAttempt {
     fn rate_known(&self) -> Option<LinkRate> {
         let sent = self.wire_bytes_now().0 as f64;
         let before = self.task.known_rate;
+        let rtt = self.session.as_ref().map(|session| session.control.rtt());
+        let fills_s = rtt.unwrap_or_default().as_secs_f64() * FILLS_ROUND_TRIPS;
         // A move that begins with digests fills no link. So a rate counts when it has carried
         // something, and one far below that known from before when it has carried more.
         let counts = |now: &LinkRate| match before {
             Some(before) if now.likely < SLOWER * before.likely => {
-                sent > before.likely * SLOWER_AFTER_S
+                sent > before.likely * fills_s.max(SLOWER_AFTER_S)
             }
-            _ => sent > now.likely * KNOWN_AFTER_S,
+            _ => sent > now.likely * fills_s.max(KNOWN_AFTER_S),
         };
         let rate = self.gauge.known().filter(counts).or(before)?;
         let limit = self
@@ -110,6 +114,7 @@ impl SourceAttempt {
                 elapsed_s: self.entry().elapsed().as_secs_f64(),
                 sending_s: self.now().as_secs_f64(),
                 bytes: self.wire_bytes_now().0 as f64,
+                stops: last,
             }),
         };
         tracing::debug!(migration = %task.offer.migration, ?asking, "what a move is predicted by");
