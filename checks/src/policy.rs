@@ -13,7 +13,7 @@ pub const CORES: [&str; 8] = [
 ];
 
 /// The dependencies allowed for each package of the workspace (without those of its tests).
-pub const DIRECTION: [(&str, &[&str]); 27] = [
+pub const DIRECTION: [(&str, &[&str]); 28] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
@@ -28,6 +28,7 @@ pub const DIRECTION: [(&str, &[&str]); 27] = [
     ("longhaul-hypervisor", &CORES),
     ("longhaul-storage", &CORES),
     ("longhaul-image", &["longhaul-storage"]),
+    ("longhaul-parcel", &[]),
     ("longhaul-transport", &CORES),
     (
         "longhaul-network",
@@ -68,6 +69,7 @@ pub const DIRECTION: [(&str, &[&str]); 27] = [
             "longhaul-hypervisor",
             "longhaul-storage",
             "longhaul-image",
+            "longhaul-parcel",
             "longhaul-transport",
             "longhaul-api",
             "longhaul-migration",

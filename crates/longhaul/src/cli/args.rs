@@ -84,6 +84,11 @@ pub(crate) enum Command {
     Events,
     /// Import, list, verify, fetch and remove base images; needs no agent
     Image(ImageArgs),
+    /// Verify parcels: devices that carry guests' disks by courier; needs no agent
+    Parcel {
+        #[command(subcommand)]
+        command: ParcelCommand,
+    },
     /// Read the journals of the moves from and to this host; needs no agent
     Journal {
         #[command(subcommand)]
@@ -678,6 +683,17 @@ pub(crate) enum ImageCommand {
     },
     /// Remove images, and the content that no other image has
     Remove(RemoveArgs),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ParcelCommand {
+    /// Read all of a parcel, and say what is missing or damaged, and whether it can be recovered;
+    /// no key is needed
+    Verify {
+        /// Its devices: folders, files, or block devices
+        #[arg(required = true, value_name = "DEVICE")]
+        devices: Vec<PathBuf>,
+    },
 }
 
 #[derive(Debug, Args)]

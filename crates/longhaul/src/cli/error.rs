@@ -54,6 +54,17 @@ impl CliError {
         }
     }
 
+    /// Returns the error of a parcel that cannot be read.
+    pub(crate) fn parcel(message: impl Into<String>, hint: Option<String>) -> Self {
+        Self {
+            message: message.into(),
+            hint,
+            state_of_guest: None,
+            code: "parcel".to_owned(),
+            exit_code: 1,
+        }
+    }
+
     /// Returns the error of an unreadable journal, or folder of journals.
     pub(crate) fn journal(message: impl Into<String>, hint: Option<&str>) -> Self {
         Self {

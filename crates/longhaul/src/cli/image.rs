@@ -4,6 +4,7 @@ use crate::cli::args::{DiskFormat, ImageArgs, ImageCommand, ImportArgs, RemoveAr
 use crate::cli::error::CliError;
 use crate::cli::output::Output;
 use crate::cli::paint::Line;
+use crate::cli::picture::{PICTURE_EVERY, Picture};
 use crate::cli::show::image as shown;
 use longhaul_image::store::{Place, PlaceError, StoreError};
 use longhaul_image::{
@@ -14,15 +15,12 @@ use longhaul_image::{
 use longhaul_migration::host::base_images;
 use longhaul_migration::host::config::Config;
 use serde::Serialize;
-use std::io::{self, Write};
+use std::io;
 use std::path::PathBuf;
-use std::sync::Mutex;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// The interval between two updates of the progress.
-const PICTURE_EVERY: Duration = Duration::from_millis(100);
 /// How long a fetch waits for a repository that does not answer.
 const FETCH_PATIENCE: Duration = Duration::from_secs(60);
 /// The default folder for unpacking disks: /tmp is memory on many systems.
@@ -310,58 +308,6 @@ fn remove(output: &Output, repository: &Repository, args: &RemoveArgs) -> Result
         shown::removed(&args.images, &document)
     })?;
     Ok(0)
-}
-
-/// A progress line that is redrawn in place on a terminal; hidden elsewhere.
-struct Picture<'a> {
-    output: &'a Output,
-    /// The time of the last update.
-    drawn: Mutex<Option<Instant>>,
-}
-
-impl<'a> Picture<'a> {
-    fn new(output: &'a Output) -> Self {
-        Self {
-            output,
-            drawn: Mutex::new(None),
-        }
-    }
-
-    /// Draws the line, unless it was just drawn, or is being drawn.
-    fn draw(&self, line: impl FnOnce(usize) -> Line) {
-        if self.output.json || !self.output.err.stays_in_place() {
-            return;
-        }
-        let Ok(mut drawn) = self.drawn.try_lock() else {
-            return;
-        };
-        if drawn.is_none_or(|drawn| drawn.elapsed() >= PICTURE_EVERY) {
-            *drawn = Some(Instant::now());
-            let width = self.output.err.width().saturating_sub(1);
-            let line = self.output.err.render(&line(width), Some(width));
-            write(&format!("\r{line}\x1b[K"));
-        }
-    }
-
-    fn clear(&self) {
-        if let Ok(mut drawn) = self.drawn.lock()
-            && drawn.take().is_some()
-        {
-            write("\r\x1b[K");
-        }
-    }
-}
-
-impl Drop for Picture<'_> {
-    fn drop(&mut self) {
-        self.clear();
-    }
-}
-
-fn write(text: &str) {
-    let mut err = std::io::stderr().lock();
-    // A terminal that is gone cannot be written to, which is no error.
-    let _ = err.write_all(text.as_bytes()).and_then(|()| err.flush());
 }
 
 /// Returns advice for an error of a store.

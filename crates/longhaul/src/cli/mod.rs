@@ -12,6 +12,8 @@ mod journal;
 mod migrate;
 mod output;
 mod paint;
+mod parcel;
+mod picture;
 mod realm;
 mod rendezvous;
 mod resolve;
@@ -103,6 +105,7 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
             output.text(&script)?;
         }
         Command::Image(args) => return image::run(output, args),
+        Command::Parcel { command } => return parcel::run(output, command),
         // Handled before the runtime is created.
         Command::DiskFront(_) | Command::PageServer { .. } => {}
         Command::Realm(args) => return realm::realm(output, args).await,

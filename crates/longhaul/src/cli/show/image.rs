@@ -17,7 +17,7 @@ pub(super) fn short(id: &str) -> &str {
     id.get(..SHORT_DIGITS).unwrap_or(id)
 }
 
-fn under_way(what: String, done: u64, all: u64, figures: String, width: usize) -> Line {
+pub(super) fn under_way(what: String, done: u64, all: u64, figures: String, width: usize) -> Line {
     let columns = width.saturating_sub(what.len() + FIGURES).clamp(10, 40);
     let (full, rest) = bar(done, all, columns);
     Line::text(what)

@@ -10,6 +10,7 @@ pub(crate) mod image;
 pub(crate) mod journal;
 pub(crate) mod list;
 pub(crate) mod live;
+pub(crate) mod parcel;
 pub(crate) mod plan;
 pub(crate) mod properties;
 pub(crate) mod realm;

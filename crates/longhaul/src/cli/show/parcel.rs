@@ -1,0 +1,127 @@
+//! Formats parcels.
+
+use super::figure::part_of;
+use super::image::under_way;
+use crate::cli::paint::{Line, Tone, table};
+use crate::cli::parcel::{DeviceDocument, VerifyDocument};
+use longhaul_parcel::CELL_BYTES;
+
+/// Formats the progress of a verification.
+pub(crate) fn verifying(name: &str, read: u64, all: u64, width: usize) -> Line {
+    let bytes = |rows: u64| rows * CELL_BYTES as u64;
+    let figures = format!("{} of each device", part_of(bytes(read), bytes(all)));
+    under_way(format!("verifying {name}"), read, all, figures, width)
+}
+
+/// Returns a number of things in words.
+fn count(number: u64, one: &str) -> String {
+    match number {
+        1 => format!("1 {one}"),
+        number => format!("{number} {one}s"),
+    }
+}
+
+fn state(device: &DeviceDocument) -> Line {
+    let rows: Vec<String> = device
+        .damaged_rows
+        .iter()
+        .take(5)
+        .map(u64::to_string)
+        .collect();
+    match (&device.path, device.damaged_cells) {
+        (None, _) => Line::default().tone(Tone::Bad, "missing"),
+        (Some(_), 0) => Line::default().tone(Tone::Good, "good"),
+        (Some(_), cells) => {
+            let more = match cells > rows.len() as u64 {
+                true => ", …",
+                false => "",
+            };
+            let which = format!(
+                "{} damaged: rows {}{more}",
+                count(cells, "cell"),
+                rows.join(", ")
+            );
+            let said = device.error.as_ref().map(|error| format!(" ({error})"));
+            Line::default()
+                .tone(Tone::Bad, which)
+                .plain(said.unwrap_or_default())
+        }
+    }
+}
+
+/// Formats the results of a verification.
+pub(crate) fn verified(document: &VerifyDocument) -> Vec<Line> {
+    let survives = match document.parity {
+        0 => "survives no loss".to_owned(),
+        parity => format!("survives the loss of {}", count(parity.into(), "device")),
+    };
+    let mut lines = vec![
+        Line::default()
+            .tone(Tone::Strong, document.name.clone())
+            .plain(format!(" to {} · sealed · {survives}", document.to)),
+    ];
+    let rows = document.devices.iter().map(|device| {
+        let path = device.path.as_ref();
+        vec![
+            Line::text(format!("  device {}", device.device)),
+            Line::text(path.map_or_else(String::new, |path| path.display().to_string())),
+            state(device),
+        ]
+    });
+    lines.extend(table(rows.collect()));
+    let is_good = |device: &DeviceDocument| device.path.is_some() && device.damaged_cells == 0;
+    lines.extend(
+        match (document.lost_cells, document.devices.iter().all(is_good)) {
+            (0, true) => super::super::done("everything is as it was written".to_owned()),
+            (0, false) => super::super::done(
+                "all content can be read: what is missing is recovered from parity".to_owned(),
+            ),
+            (lost, _) => vec![
+                Line::default()
+                    .tone(Tone::Bad, "✗ ")
+                    .plain(format!("{lost} MiB of content cannot be read")),
+                Line::text(
+                    "  to fix it: give the missing devices too, or have the parcel sent again",
+                ),
+            ],
+        },
+    );
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::paint::golden;
+    use std::path::PathBuf;
+
+    fn document(lost_cells: u64, damaged: u64) -> VerifyDocument {
+        let device = |device: usize, cells: u64| DeviceDocument {
+            device,
+            path: (device != 1)
+                .then(|| PathBuf::from(format!("/mnt/{device}/box-{device}.parcel"))),
+            damaged_cells: cells,
+            damaged_rows: (0..cells).map(|row| row * 3 + 4).collect(),
+            error: None,
+        };
+        VerifyDocument {
+            parcel: "00".repeat(16),
+            name: "box".into(),
+            to: "paris".into(),
+            created: 0,
+            key: "11".repeat(16),
+            parity: 1,
+            rows: 100,
+            devices: vec![device(0, 0), device(1, 0), device(2, damaged)],
+            lost_cells,
+        }
+    }
+
+    #[test]
+    fn each_device_has_its_state() {
+        let mut lines = verified(&document(0, 0));
+        lines.push(Line::default());
+        lines.extend(verified(&document(7, 7)));
+        golden::check_lines("parcel", &lines, 100);
+    }
+}

@@ -1,0 +1,264 @@
+//! Devices: files in folders, and block devices.
+
+use crate::bisect;
+use crate::cell::{BODY_BYTES, CELL_BYTES, Cell, NAME_BYTES, Name};
+use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::path::{Path, PathBuf};
+
+/// Rows after which a writer syncs all devices: what a power cut leaves behind the first missing
+/// cell is at most so many rows long.
+pub(crate) const SYNC_ROWS: u64 = 64;
+/// How the names of devices in folders end.
+const SUFFIX: &str = ".parcel";
+
+/// Why a device cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// It cannot be opened, read or written.
+    #[error("{}: {error}", path.display())]
+    Io {
+        /// The device.
+        path: PathBuf,
+        /// What the system says.
+        #[source]
+        error: io::Error,
+    },
+    /// It holds something.
+    #[error(
+        "{} is not empty: choose another device, or erase this one's first MiB if nothing on it is \
+         needed",
+        .0.display()
+    )]
+    NotEmpty(PathBuf),
+    /// It has no room.
+    #[error("{} has no room: a device needs at least {least} MiB", path.display())]
+    Small {
+        /// The device.
+        path: PathBuf,
+        /// How much it needs.
+        least: u64,
+    },
+    /// It is neither a folder, nor a file, nor a block device.
+    #[error("{} is neither a folder, nor a file, nor a block device", .0.display())]
+    Unsuitable(PathBuf),
+    /// A folder has no device of a parcel, or several.
+    #[error("{} has {found} files that end in {SUFFIX}: name one", path.display())]
+    Ambiguous {
+        /// The folder.
+        path: PathBuf,
+        /// How many it has.
+        found: usize,
+    },
+}
+
+/// The fewest cells of a device: the first header, one row, and two more headers.
+const CELLS_MIN: u64 = 4;
+
+/// An open device.
+#[derive(Debug)]
+pub struct Device {
+    path: PathBuf,
+    file: File,
+    is_block: bool,
+    capacity: u64,
+}
+
+fn is_block(path: &Path) -> io::Result<bool> {
+    Ok(fs::metadata(path)?.file_type().is_block_device())
+}
+
+impl Device {
+    /// Prepares a device that is to hold a parcel: a file of this name in a folder, or a block
+    /// device whose first cell is zeros. It has room for `limit` bytes, or for as much as is free.
+    ///
+    /// # Errors
+    /// When it is not empty, too small, or cannot be used.
+    pub fn create(at: &Path, name: &str, limit: Option<u64>) -> Result<Self, DeviceError> {
+        let fails = |path: &Path| {
+            let path = path.to_path_buf();
+            move |error| DeviceError::Io { path, error }
+        };
+        let kind = fs::metadata(at).map_err(fails(at))?.file_type();
+        let mut options = OpenOptions::new();
+        options.read(true).write(true);
+        let (path, file, free) = match (kind.is_dir(), kind.is_block_device()) {
+            (true, _) => {
+                let path = at.join(format!("{name}{SUFFIX}"));
+                let file = match options.create_new(true).open(&path) {
+                    Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                        return Err(DeviceError::NotEmpty(path));
+                    }
+                    opened => opened.map_err(fails(&path))?,
+                };
+                let room = nix::sys::statvfs::fstatvfs(&file);
+                let room = room.map_err(|errno| fails(&path)(errno.into()))?;
+                (path, file, room.blocks_available() * room.fragment_size())
+            }
+            (false, true) => {
+                let mut file = options.open(at).map_err(fails(at))?;
+                let size = file.seek(SeekFrom::End(0)).map_err(fails(at))?;
+                (at.to_path_buf(), file, size)
+            }
+            (false, false) => return Err(DeviceError::Unsuitable(at.to_path_buf())),
+        };
+        let capacity = free.min(limit.unwrap_or(u64::MAX)) / CELL_BYTES as u64;
+        let device = Self {
+            is_block: kind.is_block_device(),
+            path,
+            file,
+            capacity,
+        };
+        if capacity < CELLS_MIN {
+            device.remove();
+            let least = (CELLS_MIN * CELL_BYTES as u64) >> 20;
+            let path = device.path;
+            return Err(DeviceError::Small { path, least });
+        }
+        if device.is_block {
+            let mut first = Cell::new();
+            let read = device.read(0, &mut first).map_err(fails(&device.path))?;
+            if !read || first.bytes().iter().any(|byte| *byte != 0) {
+                return Err(DeviceError::NotEmpty(device.path));
+            }
+        } else {
+            device.reserve().map_err(fails(&device.path))?;
+        }
+        Ok(device)
+    }
+
+    /// Takes the room that a file will need, where the file system can.
+    fn reserve(&self) -> io::Result<()> {
+        let bytes = self.capacity * CELL_BYTES as u64;
+        let bytes = i64::try_from(bytes).map_err(io::Error::other)?;
+        match fallocate(&self.file, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, bytes) {
+            Ok(()) | Err(nix::Error::EOPNOTSUPP | nix::Error::ENOSYS) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Removes a file that holds nothing.
+    fn remove(&self) {
+        if !self.is_block {
+            // It is empty: what is left is no device.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+
+    /// Opens a device that holds a parcel: a file, the only such file in a folder, or a block
+    /// device.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    pub fn open(at: &Path, writable: bool) -> Result<Self, DeviceError> {
+        let fails = |error| DeviceError::Io {
+            path: at.to_path_buf(),
+            error,
+        };
+        let path = match at.is_dir() {
+            false => at.to_path_buf(),
+            true => {
+                let entries = fs::read_dir(at).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+                let paths = entries
+                    .map_err(fails)?
+                    .into_iter()
+                    .map(|entry| entry.path());
+                let is_one = |path: &PathBuf| {
+                    let name = path.file_name().and_then(|name| name.to_str());
+                    name.is_some_and(|name| name.ends_with(SUFFIX))
+                };
+                let mut found: Vec<PathBuf> = paths.filter(is_one).collect();
+                match (found.pop(), found.len()) {
+                    (Some(path), 0) => path,
+                    (last, others) => {
+                        let found = others + usize::from(last.is_some());
+                        let path = at.to_path_buf();
+                        return Err(DeviceError::Ambiguous { path, found });
+                    }
+                }
+            }
+        };
+        let mut options = OpenOptions::new();
+        let mut file = options
+            .read(true)
+            .write(writable)
+            .open(&path)
+            .map_err(fails)?;
+        let is_block = is_block(&path).map_err(fails)?;
+        let size = file.seek(SeekFrom::End(0)).map_err(fails)?;
+        Ok(Self {
+            is_block,
+            capacity: size.div_ceil(CELL_BYTES as u64),
+            path,
+            file,
+        })
+    }
+
+    /// Returns the path of the file or the block device.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the number of cells that it has room for; of an opened file, the number that it has.
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    /// Returns the number of cells up to the last one that was written, and of a block device
+    /// perhaps some fewer.
+    pub(crate) fn written(&self) -> io::Result<u64> {
+        match self.is_block {
+            false => Ok(self.file.metadata()?.len().div_ceil(CELL_BYTES as u64)),
+            true => bisect::end(self.capacity, |row| Ok(self.peek(row)?.is_some())),
+        }
+    }
+
+    /// Returns how many more cells may have been written: on a block device, those that a power cut
+    /// left behind a gap.
+    pub(crate) fn margin(&self) -> u64 {
+        match self.is_block {
+            false => 0,
+            true => 2 * SYNC_ROWS,
+        }
+    }
+
+    /// Reads a cell, and returns whether the device has it.
+    pub(crate) fn read(&self, row: u64, cell: &mut Cell) -> io::Result<bool> {
+        self.read_at(row * CELL_BYTES as u64, cell.bytes_mut())
+    }
+
+    fn read_at(&self, at: u64, bytes: &mut [u8]) -> io::Result<bool> {
+        match self.file.read_exact_at(bytes, at) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Reads the name of a cell, without its digest.
+    pub(crate) fn peek(&self, row: u64) -> io::Result<Option<Name>> {
+        let mut name = [0; NAME_BYTES];
+        let at = row * CELL_BYTES as u64 + BODY_BYTES as u64;
+        Ok(match self.read_at(at, &mut name)? {
+            true => Name::decode(&name),
+            false => None,
+        })
+    }
+
+    pub(crate) fn write(&self, row: u64, cell: &Cell) -> io::Result<()> {
+        self.file
+            .write_all_at(cell.bytes(), row * CELL_BYTES as u64)
+    }
+
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    /// Drops what the system keeps of it in memory: what is read then comes from the device.
+    pub(crate) fn forget(&self) -> io::Result<()> {
+        posix_fadvise(&self.file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,416 @@
+//! The reader of a parcel.
+
+use crate::cell::{Cell, Kind};
+use crate::device::Device;
+use crate::header::{Header, HeaderError, ParcelId};
+use crate::key::{DataKey, Fingerprint, KeyError};
+use crate::layout::{Layout, LayoutError};
+use crate::log::{LogFault, LogReader};
+use crate::record::{Record, RecordError};
+use crate::row::{self, Generation, Missing, Row};
+use std::io;
+use std::path::PathBuf;
+
+/// The most damaged cells that a report lists for a device.
+const LISTED_MAX: usize = 100;
+
+/// Why devices cannot be opened as a parcel.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// None of them has a valid header.
+    #[error("none of these devices has a header of a parcel")]
+    NoHeader,
+    /// They belong to different parcels.
+    #[error(
+        "{} belongs to parcel {found}, and the others to {expected}: give the devices of one",
+        path.display()
+    )]
+    Mixed {
+        /// One of them.
+        path: PathBuf,
+        /// Its parcel.
+        found: String,
+        /// That of the others.
+        expected: String,
+    },
+    /// Two are copies of one device.
+    #[error("{} and {} are both device {device}", first.display(), second.display())]
+    Twice {
+        /// Its number.
+        device: u16,
+        /// The first one.
+        first: PathBuf,
+        /// The second one.
+        second: PathBuf,
+    },
+    /// The parcel was not sealed, or no device with the last header is there.
+    #[error(
+        "parcel {0} is not sealed: seal it at the source, or give the devices that are missing (a \
+         device that was full early does not have the last header)"
+    )]
+    Unsealed(String),
+    /// A header contradicts the format.
+    #[error("{}: {error}", path.display())]
+    Header {
+        /// The device.
+        path: PathBuf,
+        /// What is wrong.
+        #[source]
+        error: HeaderError,
+    },
+    /// A device cannot be read.
+    #[error("{}: {error}", path.display())]
+    Io {
+        /// The device.
+        path: PathBuf,
+        /// What the system says.
+        #[source]
+        error: io::Error,
+    },
+}
+
+/// Why a parcel cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    /// The key is that of another parcel.
+    #[error("this key has the fingerprint {given}, and the parcel needs {needed}")]
+    Key {
+        /// The key's.
+        given: Fingerprint,
+        /// The parcel's.
+        needed: Fingerprint,
+    },
+    /// The key cannot be used.
+    #[error(transparent)]
+    Refused(#[from] KeyError),
+    /// A cell is as it was written, and was not encrypted with this key.
+    #[error("the cell of row {row} on device {device} is not authentic: the parcel was altered")]
+    Altered {
+        /// Its row.
+        row: u64,
+        /// Its device.
+        device: usize,
+    },
+    /// The log contradicts the format.
+    #[error(transparent)]
+    Log(#[from] LogFault),
+    /// A record contradicts the format.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// The layout contradicts the format.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// What uses the records has failed.
+    #[error("{0}")]
+    User(#[source] Box<dyn std::error::Error + Send + Sync>),
+}
+
+/// The damage of one device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Damage {
+    /// It is not there.
+    Absent,
+    /// Cells of it are damaged or cannot be read.
+    Cells {
+        /// How many.
+        cells: u64,
+        /// The rows of the first of them.
+        rows: Vec<u64>,
+        /// What the system said of the last one that could not be read.
+        error: Option<String>,
+    },
+}
+
+/// What was found on the devices.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Report {
+    /// Rows read.
+    pub rows: u64,
+    /// Data cells that were missing and were recovered from parity.
+    pub recovered: u64,
+    /// Data cells that are lost.
+    pub lost: u64,
+    /// The damage of each device that has any, by its number.
+    pub damage: Vec<(usize, Damage)>,
+}
+
+impl Report {
+    /// Returns whether nothing at all is wrong.
+    pub fn is_clean(&self) -> bool {
+        self.damage.is_empty() && self.lost == 0
+    }
+
+    fn note(&mut self, row: &Row, at: u64) {
+        self.rows += 1;
+        let lost = row.data.iter().filter(|cell| cell.is_none()).count() as u64;
+        self.lost += lost;
+        for (device, missing) in &row.missing {
+            let known = self.damage.iter().position(|(number, _)| number == device);
+            let index = known.unwrap_or_else(|| {
+                let none = Damage::Cells {
+                    cells: 0,
+                    rows: Vec::new(),
+                    error: None,
+                };
+                self.damage.push((*device, none));
+                self.damage.len() - 1
+            });
+            let Some((_, damage)) = self.damage.get_mut(index) else {
+                continue;
+            };
+            match (missing, damage) {
+                (Missing::Device, damage) => *damage = Damage::Absent,
+                (_, Damage::Absent) => {}
+                (missing, Damage::Cells { cells, rows, error }) => {
+                    *cells += 1;
+                    if rows.len() < LISTED_MAX {
+                        rows.push(at);
+                    }
+                    if let Missing::Unreadable(said) = missing {
+                        *error = Some(said.clone());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A sealed parcel, as far as its devices are there.
+#[derive(Debug)]
+pub struct Parcel {
+    devices: Vec<Option<Device>>,
+    header: Header,
+    generations: Vec<Generation>,
+}
+
+/// Returns the generations that a header tells of, without its own.
+pub(crate) fn earlier(header: &Header) -> Result<Vec<Generation>, LayoutError> {
+    let each = header.earlier.iter();
+    each.map(|earlier| {
+        Ok(Generation {
+            number: earlier.generation,
+            nonce: earlier.nonce,
+            layout: Layout::new(&earlier.devices, header.parity)?,
+            rows: earlier.first + 1..earlier.end,
+        })
+    })
+    .collect()
+}
+
+/// Reads the header in a row of a device, if one is there.
+pub(crate) fn header_at(device: &Device, row: u64) -> Result<Option<Header>, OpenError> {
+    let path = || device.path().to_path_buf();
+    let mut cell = Cell::new();
+    let read = device.read(row, &mut cell);
+    let is_there = read.map_err(|error| OpenError::Io {
+        path: path(),
+        error,
+    })?;
+    let name = cell
+        .name()
+        .filter(|name| is_there && name.kind == Kind::Header);
+    let Some(name) = name.filter(|name| name.row == row) else {
+        return Ok(None);
+    };
+    let header = Header::decode(&name, cell.body());
+    header.map(Some).map_err(|error| OpenError::Header {
+        path: path(),
+        error,
+    })
+}
+
+/// A header, from the last cell of a device if that has one, otherwise from the first.
+fn header_of(device: &Device) -> Result<Option<Header>, OpenError> {
+    let written = device.written().map_err(|error| OpenError::Io {
+        path: device.path().to_path_buf(),
+        error,
+    })?;
+    let last = match written.checked_sub(1) {
+        Some(last) => header_at(device, last).unwrap_or(None),
+        None => None,
+    };
+    match last {
+        Some(header) => Ok(Some(header)),
+        // A device whose first cell cannot be read is absent, not the end of everything.
+        None => match header_at(device, 0) {
+            Err(OpenError::Io { .. }) => Ok(None),
+            read => read,
+        },
+    }
+}
+
+impl Parcel {
+    /// Opens the devices of a sealed parcel, in any order. Some may be missing.
+    ///
+    /// # Errors
+    /// When they do not belong together, or the parcel is not sealed.
+    pub fn open(devices: Vec<Device>) -> Result<Self, OpenError> {
+        let mut found: Vec<(Device, Header)> = Vec::new();
+        for device in devices {
+            // What has no valid header counts as missing.
+            if let Some(header) = header_of(&device)? {
+                found.push((device, header));
+            }
+        }
+        let latest = found.iter().map(|(_, header)| header);
+        let latest = latest.max_by_key(|header| (header.generation, header.sealed));
+        let header = latest.ok_or(OpenError::NoHeader)?.clone();
+        let mut places: Vec<Option<Device>> = Vec::new();
+        places.resize_with(header.devices.len(), || None);
+        for (device, its) in found {
+            if its.parcel != header.parcel {
+                return Err(OpenError::Mixed {
+                    path: device.path().to_path_buf(),
+                    found: format!("{} ({})", its.name, its.parcel),
+                    expected: format!("{} ({})", header.name, header.parcel),
+                });
+            }
+            let number = its.device;
+            let Some(place) = places.get_mut(usize::from(number)) else {
+                continue;
+            };
+            if let Some(first) = place {
+                return Err(OpenError::Twice {
+                    device: number,
+                    first: first.path().to_path_buf(),
+                    second: device.path().to_path_buf(),
+                });
+            }
+            *place = Some(device);
+        }
+        if !header.sealed {
+            return Err(OpenError::Unsealed(header.name));
+        }
+        let generations = earlier(&header).map_err(|error| OpenError::Header {
+            path: PathBuf::from(&header.name),
+            error: error.into(),
+        })?;
+        Ok(Self {
+            devices: places,
+            header,
+            generations,
+        })
+    }
+
+    /// Creates a parcel of all its devices, with its last header.
+    pub(crate) fn of(devices: Vec<Device>, header: Header) -> Result<Self, LayoutError> {
+        Ok(Self {
+            devices: devices.into_iter().map(Some).collect(),
+            generations: earlier(&header)?,
+            header,
+        })
+    }
+
+    /// Returns the devices that are there.
+    pub(crate) fn into_devices(self) -> Vec<Device> {
+        self.devices.into_iter().flatten().collect()
+    }
+
+    /// Returns its last header.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Returns a device, if it is there.
+    pub fn device(&self, number: usize) -> Option<&Device> {
+        self.devices.get(number).and_then(Option::as_ref)
+    }
+
+    /// Returns its id.
+    pub fn id(&self) -> ParcelId {
+        self.header.parcel
+    }
+
+    /// Returns the number of rows, without those of headers.
+    pub fn rows(&self) -> u64 {
+        let each = self
+            .generations
+            .iter()
+            .map(|it| it.rows.clone().count() as u64);
+        each.sum()
+    }
+
+    /// Reads everything, without a key. `progress` is called with the number of rows read.
+    pub fn verify(&self, progress: &mut dyn FnMut(u64)) -> Report {
+        let mut report = Report::default();
+        for generation in &self.generations {
+            verify(&self.devices, &self.header.parcel, generation, |row, at| {
+                report.note(row, at);
+                progress(report.rows);
+            });
+        }
+        report
+    }
+
+    /// Reads all records in their order. Records that cannot be recovered are left out; the report
+    /// says how much is lost.
+    ///
+    /// # Errors
+    /// When the key is another one, the parcel contradicts its format, or `each` fails.
+    pub fn read<E>(
+        &self,
+        key: &DataKey,
+        mut each: impl FnMut(Record) -> Result<(), E>,
+    ) -> Result<Report, ReadError>
+    where
+        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let (given, needed) = (key.fingerprint()?, self.header.key);
+        if given != needed {
+            return Err(ReadError::Key { given, needed });
+        }
+        let mut report = Report::default();
+        for generation in &self.generations {
+            let count = u16::try_from(self.devices.len()).unwrap_or(u16::MAX);
+            let keys = (0..count)
+                .map(|device| key.of_cells(&self.header.parcel, &generation.nonce, device))
+                .collect::<Result<Vec<_>, _>>()?;
+            let mut log = LogReader::default();
+            for at in generation.rows.clone() {
+                let read = row::read(&self.devices, &self.header.parcel, generation, at);
+                let (Some(mut row), Some(roles)) = (read, generation.layout.roles(at)) else {
+                    continue;
+                };
+                report.note(&row, at);
+                let was = |device: &usize| row.missing.iter().any(|(it, _)| it == device);
+                let missing: Vec<bool> = roles.data.iter().map(was).collect();
+                for ((cell, device), was) in row.data.iter_mut().zip(&roles.data).zip(missing) {
+                    let Some(cell) = cell else {
+                        log.skip();
+                        continue;
+                    };
+                    report.recovered += u64::from(was);
+                    let name =
+                        row::name(&self.header.parcel, generation, (at, *device), Kind::Data);
+                    let opened = keys.get(*device).and_then(|key| {
+                        let body = cell.body_mut();
+                        key.open(&name, body)
+                    });
+                    let plain = opened.ok_or(ReadError::Altered {
+                        row: at,
+                        device: *device,
+                    })?;
+                    log.read(plain, |kind, rest| {
+                        let record = Record::decode(kind, rest)?;
+                        each(record).map_err(|error| ReadError::User(error.into()))
+                    })?;
+                }
+            }
+        }
+        Ok(report)
+    }
+}
+
+/// Reads all rows of a generation.
+pub(crate) fn verify(
+    devices: &[Option<Device>],
+    parcel: &ParcelId,
+    generation: &Generation,
+    mut each: impl FnMut(&Row, u64),
+) {
+    for at in generation.rows.clone() {
+        if let Some(row) = row::read(devices, parcel, generation, at) {
+            each(&row, at);
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! The cells of one row: read, verified, and recovered.
+
+use crate::cell::{Cell, Kind, Name};
+use crate::device::Device;
+use crate::header::{Bytes16, ParcelId};
+use crate::layout::{Layout, Roles};
+use crate::parity;
+use std::ops::Range;
+use std::thread;
+
+/// The rows of a generation after its header.
+#[derive(Debug, Clone)]
+pub(crate) struct Generation {
+    pub(crate) number: u32,
+    pub(crate) nonce: Bytes16,
+    pub(crate) layout: Layout,
+    pub(crate) rows: Range<u64>,
+}
+
+/// Why a cell is missing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Missing {
+    /// Its device is not there.
+    Device,
+    /// It was read, and is not valid.
+    Damaged,
+    /// It could not be read.
+    Unreadable(String),
+}
+
+/// A row, as far as it could be read.
+#[derive(Debug)]
+pub(crate) struct Row {
+    /// The data in the order of the log, those that were recovered included.
+    pub(crate) data: Vec<Option<Cell>>,
+    /// The devices whose cells were missing, and why.
+    pub(crate) missing: Vec<(usize, Missing)>,
+}
+
+/// Returns the name of a cell of a generation's row.
+pub(crate) fn name(
+    parcel: &ParcelId,
+    generation: &Generation,
+    (row, device): (u64, usize),
+    kind: Kind,
+) -> Name {
+    Name {
+        kind,
+        device: device as u16,
+        row,
+        parcel: parcel.short(),
+        generation: generation.number,
+    }
+}
+
+/// Reads a cell, which must have this name.
+fn read_cell(device: Option<&Device>, expected: &Name) -> Result<Cell, Missing> {
+    let device = device.ok_or(Missing::Device)?;
+    let mut cell = Cell::new();
+    match device.read(expected.row, &mut cell) {
+        Ok(true) if cell.name().as_ref() == Some(expected) => Ok(cell),
+        Ok(_) => Err(Missing::Damaged),
+        Err(error) => Err(Missing::Unreadable(error.to_string())),
+    }
+}
+
+/// Reads a row of a generation, and recovers what is missing. Returns `None` if the row cannot have
+/// data.
+pub(crate) fn read(
+    devices: &[Option<Device>],
+    parcel: &ParcelId,
+    generation: &Generation,
+    row: u64,
+) -> Option<Row> {
+    let roles = generation.layout.roles(row)?;
+    let places = |numbers: &[usize], kind| -> Vec<(usize, Name)> {
+        let each = numbers.iter().copied();
+        each.map(|number| (number, name(parcel, generation, (row, number), kind)))
+            .collect()
+    };
+    let mut all = places(&roles.data, Kind::Data);
+    all.extend(places(&roles.parity, Kind::Parity));
+    let read = |(number, name): &(usize, Name)| {
+        let device = devices.get(*number).and_then(Option::as_ref);
+        read_cell(device, name)
+    };
+    let cells: Vec<Result<Cell, Missing>> = thread::scope(|scope| {
+        let readers: Vec<_> = all
+            .iter()
+            .map(|place| scope.spawn(|| read(place)))
+            .collect();
+        let joined = readers.into_iter().map(|reader| reader.join());
+        joined
+            .map(|cell| cell.unwrap_or(Err(Missing::Damaged)))
+            .collect()
+    });
+    let numbers = all.iter().map(|(number, _)| *number);
+    let missing = numbers.zip(&cells).filter_map(|(number, cell)| {
+        let reason = cell.as_ref().err()?;
+        Some((number, reason.clone()))
+    });
+    let missing = missing.collect();
+    let mut data: Vec<Option<Cell>> = cells.into_iter().map(Result::ok).collect();
+    let parity = data.split_off(roles.data.len());
+    for (at, mut cell) in recover(&data, &parity) {
+        if let (Some(number), Some(place)) = (roles.data.get(at), data.get_mut(at)) {
+            cell.finish(&name(parcel, generation, (row, *number), Kind::Data));
+            *place = Some(cell);
+        }
+    }
+    Some(Row { data, missing })
+}
+
+/// Recovers missing data cells from parity, if enough is there. They have no names yet.
+fn recover(data: &[Option<Cell>], parity: &[Option<Cell>]) -> Vec<(usize, Cell)> {
+    let lost: Vec<usize> = (0..data.len())
+        .filter(|at| matches!(data.get(*at), Some(None)))
+        .collect();
+    let [p, q] = [0, 1].map(|which| parity.get(which).and_then(Option::as_ref));
+    let bodies: Vec<Option<&[u8]>> = data
+        .iter()
+        .map(|cell| cell.as_ref().map(Cell::body))
+        .collect();
+    match (&lost[..], p, q) {
+        (&[x], Some(p), _) => {
+            let mut cell = Cell::new();
+            parity::p(&bodies, cell.body_mut());
+            parity::add(cell.body_mut(), p.body());
+            vec![(x, cell)]
+        }
+        (&[x], None, Some(q)) => {
+            let mut cell = Cell::new();
+            parity::q(&bodies, cell.body_mut());
+            parity::add(cell.body_mut(), q.body());
+            parity::from_q(cell.body_mut(), x);
+            vec![(x, cell)]
+        }
+        (&[x, y], Some(p), Some(q)) => {
+            let (mut a, mut b) = (Cell::new(), Cell::new());
+            parity::p(&bodies, a.body_mut());
+            parity::add(a.body_mut(), p.body());
+            parity::q(&bodies, b.body_mut());
+            parity::add(b.body_mut(), q.body());
+            parity::from_both(a.body_mut(), b.body_mut(), (x, y));
+            vec![(x, b), (y, a)]
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Computes the parity cells of a row.
+pub(crate) fn parity(data: &[Cell], roles: &Roles) -> Vec<Cell> {
+    let bodies: Vec<Option<&[u8]>> = data.iter().map(|cell| Some(cell.body())).collect();
+    let compute = [parity::p, parity::q];
+    let each = compute.iter().take(roles.parity.len());
+    each.map(|compute| {
+        let mut cell = Cell::new();
+        compute(&bodies, cell.body_mut());
+        cell
+    })
+    .collect()
+}

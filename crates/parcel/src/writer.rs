@@ -1,0 +1,481 @@
+//! The writer of a parcel.
+
+use crate::cell::{Cell, Kind};
+use crate::device::{Device, DeviceError, SYNC_ROWS};
+use crate::header::{Bytes16, Earlier, GENERATIONS_MAX, Header, HeaderError, ParcelId, check_name};
+use crate::key::{CellKey, DataKey, Fingerprint, KeyError};
+use crate::layout::{Layout, LayoutError};
+use crate::log::LogWriter;
+use crate::reader::{self, OpenError, Parcel, Report};
+use crate::record::{Record, RecordError};
+use crate::row::{self, Generation};
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::PathBuf;
+use std::thread;
+
+/// Why a parcel cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum WriteError {
+    /// A device cannot be used.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The devices cannot be a parcel.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// A header cannot be used.
+    #[error(transparent)]
+    Header(#[from] HeaderError),
+    /// A key cannot be used.
+    #[error(transparent)]
+    Key(#[from] KeyError),
+    /// A record is not one of the format.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// The devices cannot be opened as a parcel.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// All devices are full.
+    #[error("the devices are full: add another parcel for the remaining disks")]
+    Full,
+    /// A device could not be written.
+    #[error("device {device} ({}): {error}", path.display())]
+    Io {
+        /// Its number.
+        device: usize,
+        /// Its path.
+        path: PathBuf,
+        /// What the system says.
+        #[source]
+        error: io::Error,
+    },
+    /// The key is that of another parcel.
+    #[error("this key has the fingerprint {given}, and the parcel needs {needed}")]
+    OtherKey {
+        /// The key's.
+        given: Fingerprint,
+        /// The parcel's.
+        needed: Fingerprint,
+    },
+    /// A device is not the one with this number.
+    #[error(
+        "{} is not device {device} of this parcel, as it was when it was last written",
+        path.display()
+    )]
+    OtherDevice {
+        /// The number that was expected.
+        device: usize,
+        /// Its path.
+        path: PathBuf,
+    },
+    /// The parcel was written too often.
+    #[error("the parcel was opened {GENERATIONS_MAX} times: seal it")]
+    Generations,
+    /// What was read back is not what was written.
+    #[error(
+        "the parcel is not sealed: what was read back from its devices is damaged; replace them \
+         and export again"
+    )]
+    Damaged(Box<Report>),
+}
+
+/// What a parcel is called, where it goes, and what it survives.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Its name.
+    pub name: String,
+    /// The site that it goes to.
+    pub to: String,
+    /// The number of devices that may be lost: 0, 1 or 2.
+    pub parity: u8,
+    /// The time now, in seconds since 1970.
+    pub now: u64,
+}
+
+/// How far a parcel is durable: what was put before survives a power cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Position {
+    /// The row of the generation's header.
+    pub header: u64,
+    /// The row before which everything is durable.
+    pub end: u64,
+}
+
+fn random() -> Result<Bytes16, KeyError> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).map_err(KeyError::Random)?;
+    Ok(Bytes16(bytes))
+}
+
+/// Writes a generation of a parcel.
+pub struct Writer {
+    devices: Vec<Device>,
+    header: Header,
+    generation: Generation,
+    keys: Vec<CellKey>,
+    log: LogWriter,
+    /// The data cells of the next row, not encrypted.
+    pending: Vec<Cell>,
+    row: u64,
+    synced: u64,
+    durable: Position,
+}
+
+impl Writer {
+    /// Begins a parcel on new devices.
+    ///
+    /// # Errors
+    /// When the devices cannot be a parcel, or cannot be written.
+    pub fn create(
+        devices: Vec<Device>,
+        settings: &Settings,
+        key: &DataKey,
+    ) -> Result<Self, WriteError> {
+        check_name(&settings.name)?;
+        let cells: Vec<u64> = devices.iter().map(Device::capacity).collect();
+        let layout = Layout::new(&cells, settings.parity)?;
+        let header = Header {
+            parcel: ParcelId(random()?),
+            name: settings.name.clone(),
+            to: settings.to.clone(),
+            created: settings.now,
+            device: 0,
+            devices: layout.cells().to_vec(),
+            parity: settings.parity,
+            row: 0,
+            generation: 1,
+            nonce: random()?,
+            key: key.fingerprint()?,
+            earlier: Vec::new(),
+            sealed: false,
+        };
+        Self::begin(devices, header, key)
+    }
+
+    /// Continues a parcel. `devices` are all of its devices in the order of their numbers, and
+    /// `position` is the last one that [`sync`](Self::sync) returned. What was put later does not
+    /// count: put it again.
+    ///
+    /// A device may have become smaller.
+    ///
+    /// # Errors
+    /// When a device is not the one that it was, or cannot be written.
+    pub fn reopen(
+        devices: Vec<Device>,
+        capacities: Option<&[u64]>,
+        position: Position,
+        key: &DataKey,
+    ) -> Result<Self, WriteError> {
+        let mut last: Option<Header> = None;
+        let (mut next, mut latest) = (position.end, 0);
+        for (number, device) in devices.iter().enumerate() {
+            let io = |error| WriteError::Io {
+                device: number,
+                path: device.path().to_path_buf(),
+                error,
+            };
+            let other = || WriteError::OtherDevice {
+                device: number,
+                path: device.path().to_path_buf(),
+            };
+            let written = device.written().map_err(io)?;
+            next = next.max(written + device.margin());
+            // A seal that was interrupted has begun a generation that counts for nothing.
+            let name = written.checked_sub(1).map(|row| device.peek(row));
+            let name = name.transpose().map_err(io)?.flatten();
+            latest = latest.max(name.map_or(0, |name| name.generation));
+            let header = reader::header_at(device, position.header)?;
+            // A device that was full before has only earlier headers.
+            let header = match header {
+                Some(header) => header,
+                None => reader::header_at(device, 0)?.ok_or_else(other)?,
+            };
+            let is_same = last
+                .as_ref()
+                .is_none_or(|last| last.parcel == header.parcel);
+            if usize::from(header.device) != number || !is_same {
+                return Err(other());
+            }
+            if last.as_ref().is_none_or(|last| last.row < header.row) {
+                last = Some(header);
+            }
+        }
+        let mut header = last.ok_or(LayoutError::Devices(0))?;
+        if header.row != position.header || header.devices.len() != devices.len() {
+            let path = devices.first().map(|device| device.path().to_path_buf());
+            let path = path.unwrap_or_default();
+            return Err(WriteError::OtherDevice { device: 0, path });
+        }
+        let (given, needed) = (key.fingerprint()?, header.key);
+        if given != needed {
+            return Err(WriteError::OtherKey { given, needed });
+        }
+        if header.earlier.len() + 2 >= GENERATIONS_MAX {
+            return Err(WriteError::Generations);
+        }
+        header.earlier.push(Earlier {
+            generation: header.generation,
+            nonce: header.nonce,
+            devices: header.devices.clone(),
+            first: header.row,
+            end: position.end.max(header.row + 1),
+        });
+        if let Some(capacities) = capacities {
+            let each = header.devices.iter().zip(capacities);
+            header.devices = each.map(|(was, now)| *was.min(now)).collect();
+        }
+        header.generation = header.generation.max(latest) + 1;
+        header.nonce = random()?;
+        header.row = next;
+        header.sealed = false;
+        Self::begin(devices, header, key)
+    }
+
+    /// Writes the header of a generation.
+    fn begin(devices: Vec<Device>, header: Header, key: &DataKey) -> Result<Self, WriteError> {
+        let count = u16::try_from(devices.len()).unwrap_or(u16::MAX);
+        let keys = (0..count).map(|device| key.of_cells(&header.parcel, &header.nonce, device));
+        let keys = keys.collect::<Result<Vec<_>, _>>()?;
+        let generation = Generation {
+            number: header.generation,
+            nonce: header.nonce,
+            layout: header.layout()?,
+            rows: header.row + 1..header.row + 1,
+        };
+        let header_row = header.row;
+        let mut writer = Self {
+            devices,
+            generation,
+            keys,
+            log: LogWriter::new(),
+            pending: Vec::new(),
+            row: header.row,
+            synced: header.row,
+            durable: Position {
+                header: header.row,
+                end: header.row + 1,
+            },
+            header,
+        };
+        // There must be room for the header, and for the last one.
+        if !writer.has_row(header_row + 1) {
+            return Err(WriteError::Full);
+        }
+        let header = writer.header.clone();
+        writer.write_header(&header)?;
+        writer.sync_devices()?;
+        Ok(writer)
+    }
+
+    /// Returns how far the parcel is durable, from which it can be continued.
+    pub fn position(&self) -> Position {
+        self.durable
+    }
+
+    /// Returns its header.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    fn has_row(&self, row: u64) -> bool {
+        !self.generation.layout.devices(row).is_empty()
+    }
+
+    fn write_header(&mut self, header: &Header) -> Result<(), WriteError> {
+        let mut cells = Vec::new();
+        for device in self.generation.layout.devices(header.row) {
+            let header = Header {
+                device: device as u16,
+                ..header.clone()
+            };
+            cells.push((device, header.encode()?));
+        }
+        self.write_cells(header.row, &cells)?;
+        self.row = header.row + 1;
+        Ok(())
+    }
+
+    /// Writes cells of a row, those of different devices at the same time.
+    fn write_cells(&self, row: u64, cells: &[(usize, Cell)]) -> Result<(), WriteError> {
+        let write = |(number, cell): &(usize, Cell)| {
+            let device = self.devices.get(*number).ok_or(WriteError::Full)?;
+            device.write(row, cell).map_err(|error| WriteError::Io {
+                device: *number,
+                path: device.path().to_path_buf(),
+                error,
+            })
+        };
+        in_parallel(cells, write)?;
+        Ok(())
+    }
+
+    fn sync_devices(&mut self) -> Result<(), WriteError> {
+        let devices: Vec<(usize, &Device)> = self.devices.iter().enumerate().collect();
+        in_parallel(&devices, |(number, device)| {
+            device.sync().map_err(|error| WriteError::Io {
+                device: *number,
+                path: device.path().to_path_buf(),
+                error,
+            })
+        })?;
+        self.synced = self.row;
+        Ok(())
+    }
+
+    /// Appends a record. It is durable after the next [`sync`](Self::sync).
+    ///
+    /// # Errors
+    /// When the devices are full, or cannot be written. Then the parcel can be continued from the
+    /// last position.
+    pub fn put(&mut self, record: &Record) -> Result<(), WriteError> {
+        let (kind, rest) = record.encode()?;
+        let mut full = Vec::new();
+        self.log.push((kind, &rest), |plain| {
+            full.push(cell_of(plain));
+            Ok::<_, WriteError>(())
+        })?;
+        for cell in full {
+            self.add(cell)?;
+        }
+        Ok(())
+    }
+
+    /// Adds a data cell to the next row, and writes the row if it is complete.
+    fn add(&mut self, cell: Cell) -> Result<(), WriteError> {
+        self.pending.push(cell);
+        let roles = self.generation.layout.roles(self.row);
+        // Behind it there must be room for the header of another generation, which may be needed
+        // for that, and for the last header.
+        let roles = roles.filter(|_| self.has_row(self.row + 2));
+        let roles = roles.ok_or(WriteError::Full)?;
+        if self.pending.len() < roles.data.len() {
+            return Ok(());
+        }
+        let row = self.row;
+        let name =
+            |device, kind| row::name(&self.header.parcel, &self.generation, (row, device), kind);
+        let plain: Vec<(usize, Cell)> = roles
+            .data
+            .iter()
+            .copied()
+            .zip(std::mem::take(&mut self.pending))
+            .collect();
+        let data = in_parallel(&plain, |(device, cell)| {
+            let name = name(*device, Kind::Data);
+            let mut cell = cell.clone();
+            let key = self.keys.get(*device).ok_or(WriteError::Full)?;
+            key.seal(&name, cell.body_mut())?;
+            cell.finish(&name);
+            Ok::<_, WriteError>(cell)
+        })?;
+        let mut parity = row::parity(&data, &roles);
+        for (cell, device) in parity.iter_mut().zip(&roles.parity) {
+            cell.finish(&name(*device, Kind::Parity));
+        }
+        let places = roles.data.iter().chain(&roles.parity).copied();
+        let cells: Vec<(usize, Cell)> = places.zip(data.into_iter().chain(parity)).collect();
+        self.write_cells(row, &cells)?;
+        self.row += 1;
+        self.generation.rows.end = self.row;
+        if self.row - self.synced >= SYNC_ROWS {
+            self.sync_devices()?;
+        }
+        Ok(())
+    }
+
+    /// Makes everything durable that was put. The rest of the last row stays empty.
+    ///
+    /// # Errors
+    /// When the devices are full, or cannot be written.
+    pub fn sync(&mut self) -> Result<Position, WriteError> {
+        let mut last = None;
+        if !self.log.is_empty() {
+            self.log.finish(|plain| {
+                last = Some(cell_of(plain));
+                Ok::<_, WriteError>(())
+            })?;
+        }
+        if let Some(cell) = last {
+            self.add(cell)?;
+        }
+        while !self.pending.is_empty() {
+            let mut empty = None;
+            self.log.finish(|plain| {
+                empty = Some(cell_of(plain));
+                Ok::<_, WriteError>(())
+            })?;
+            self.add(empty.unwrap_or_default())?;
+        }
+        self.sync_devices()?;
+        self.durable.end = self.row;
+        Ok(self.durable)
+    }
+
+    /// Makes everything durable, reads all of it back from the devices, and seals the parcel.
+    /// `progress` is called with the number of rows read.
+    ///
+    /// # Errors
+    /// When anything read back is not as it was written, or the devices cannot be written.
+    pub fn seal(mut self, progress: &mut dyn FnMut(u64)) -> Result<(Parcel, Position), WriteError> {
+        let position = self.sync()?;
+        for (number, device) in self.devices.iter().enumerate() {
+            device.forget().map_err(|error| WriteError::Io {
+                device: number,
+                path: device.path().to_path_buf(),
+                error,
+            })?;
+        }
+        let mut header = self.header.clone();
+        header.earlier.push(Earlier {
+            generation: header.generation,
+            nonce: header.nonce,
+            devices: header.devices.clone(),
+            first: header.row,
+            end: position.end,
+        });
+        header.generation += 1;
+        header.nonce = random()?;
+        header.row = self.row;
+        header.sealed = true;
+        let sealed = Parcel::of(self.devices, header.clone())?;
+        let report = sealed.verify(progress);
+        if !report.is_clean() {
+            return Err(WriteError::Damaged(Box::new(report)));
+        }
+        self.devices = sealed.into_devices();
+        self.write_header(&header)?;
+        self.sync_devices()?;
+        let position = Position {
+            header: header.row,
+            end: header.row + 1,
+        };
+        Ok((Parcel::of(self.devices, header)?, position))
+    }
+}
+
+fn cell_of(plain: &[u8]) -> Cell {
+    let mut cell = Cell::new();
+    for (to, from) in cell.body_mut().iter_mut().zip(plain) {
+        *to = *from;
+    }
+    cell
+}
+
+/// Calls a function for each item, at the same time.
+fn in_parallel<T: Sync, R: Send>(
+    items: &[T],
+    each: impl Fn(&T) -> Result<R, WriteError> + Sync,
+) -> Result<Vec<R>, WriteError> {
+    let each = &each;
+    thread::scope(|scope| {
+        let threads: Vec<_> = items
+            .iter()
+            .map(|item| scope.spawn(move || each(item)))
+            .collect();
+        let joined = threads.into_iter().map(|thread| thread.join());
+        // A thread that panics says so itself.
+        joined
+            .map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
+}

@@ -1,0 +1,8 @@
+//! Tests parcels of files: whole, with devices that are lost or damaged, and interrupted.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod fuzz_replay;
+mod interrupted;
+mod lost;
+mod python;
+mod stage;
