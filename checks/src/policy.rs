@@ -28,7 +28,7 @@ pub const DIRECTION: [(&str, &[&str]); 28] = [
     ("longhaul-hypervisor", &CORES),
     ("longhaul-storage", &CORES),
     ("longhaul-image", &["longhaul-storage"]),
-    ("longhaul-parcel", &[]),
+    ("longhaul-parcel", &["longhaul-storage"]),
     ("longhaul-transport", &CORES),
     (
         "longhaul-network",

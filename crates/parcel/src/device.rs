@@ -2,7 +2,7 @@
 
 use crate::bisect;
 use crate::cell::{BODY_BYTES, CELL_BYTES, Cell, NAME_BYTES, Name};
-use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt};
@@ -45,7 +45,7 @@ pub enum DeviceError {
     #[error("{} is neither a folder, nor a file, nor a block device", .0.display())]
     Unsuitable(PathBuf),
     /// A folder has no device of a parcel, or several.
-    #[error("{} has {found} files that end in {SUFFIX}: name one", path.display())]
+    #[error("{} has {found} files that end in {SUFFIX}, and must have one", path.display())]
     Ambiguous {
         /// The folder.
         path: PathBuf,
@@ -123,24 +123,12 @@ impl Device {
             if !read || first.bytes().iter().any(|byte| *byte != 0) {
                 return Err(DeviceError::NotEmpty(device.path));
             }
-        } else {
-            device.reserve().map_err(fails(&device.path))?;
         }
         Ok(device)
     }
 
-    /// Takes the room that a file will need, where the file system can.
-    fn reserve(&self) -> io::Result<()> {
-        let bytes = self.capacity * CELL_BYTES as u64;
-        let bytes = i64::try_from(bytes).map_err(io::Error::other)?;
-        match fallocate(&self.file, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, bytes) {
-            Ok(()) | Err(nix::Error::EOPNOTSUPP | nix::Error::ENOSYS) => Ok(()),
-            Err(errno) => Err(errno.into()),
-        }
-    }
-
     /// Removes a file that holds nothing.
-    fn remove(&self) {
+    pub(crate) fn remove(&self) {
         if !self.is_block {
             // It is empty: what is left is no device.
             let _ = fs::remove_file(&self.path);

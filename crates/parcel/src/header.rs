@@ -3,6 +3,7 @@
 use crate::cell::{BODY_BYTES, Cell, Kind, Name};
 use crate::key::Fingerprint;
 use crate::layout::{Layout, LayoutError};
+use ring::hmac;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -130,6 +131,19 @@ pub struct Header {
     pub sealed: bool,
 }
 
+/// What proves that a header was written by someone who has the parcel's key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Proof {
+    document: Vec<u8>,
+    tag: [u8; 32],
+}
+
+impl Proof {
+    pub(crate) fn is_by(&self, key: &hmac::Key) -> bool {
+        hmac::verify(key, &self.document, &self.tag).is_ok()
+    }
+}
+
 /// Why a header cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum HeaderError {
@@ -184,14 +198,15 @@ impl Header {
     }
 
     /// Returns the header as the cell of a device.
-    pub(crate) fn encode(&self) -> Result<Cell, HeaderError> {
+    pub(crate) fn encode(&self, key: &hmac::Key) -> Result<Cell, HeaderError> {
         let document = serde_json::to_vec(self)?;
         if document.len() > DOCUMENT_BYTES_MAX {
             return Err(HeaderError::Long(document.len()));
         }
         let mut cell = Cell::new();
         let length = (document.len() as u32).to_le_bytes();
-        let bytes = length.iter().chain(&document);
+        let tag = hmac::sign(key, &document);
+        let bytes = length.iter().chain(&document).chain(tag.as_ref());
         for (to, from) in cell.body_mut().iter_mut().zip(bytes) {
             *to = *from;
         }
@@ -199,11 +214,12 @@ impl Header {
         Ok(cell)
     }
 
-    /// Reads the body of a header cell with this name.
+    /// Reads the body of a header cell with this name. What it says is [proved](Proof) with the key
+    /// alone.
     ///
     /// # Errors
     /// When it is not one of the format.
-    pub fn decode(name: &Name, body: &[u8]) -> Result<Self, HeaderError> {
+    pub fn decode(name: &Name, body: &[u8]) -> Result<(Self, Proof), HeaderError> {
         let (length, rest) = body
             .split_first_chunk()
             .ok_or(HeaderError::Contradiction("it has no length"))?;
@@ -211,11 +227,18 @@ impl Header {
         if length > DOCUMENT_BYTES_MAX.min(BODY_BYTES) {
             return Err(HeaderError::Long(length));
         }
-        let document = rest.get(..length).ok_or(HeaderError::Long(length))?;
+        let (document, rest) = rest
+            .split_at_checked(length)
+            .ok_or(HeaderError::Long(length))?;
+        let tag = rest.first_chunk().ok_or(HeaderError::Long(length))?;
         let header: Self = serde_json::from_slice(document)?;
         header.check()?;
+        let proof = Proof {
+            document: document.to_vec(),
+            tag: *tag,
+        };
         match header.cell_name() == *name {
-            true => Ok(header),
+            true => Ok((header, proof)),
             false => Err(HeaderError::Contradiction("it belongs to another place")),
         }
     }

@@ -4,6 +4,7 @@ use crate::cell::{BODY_BYTES, NAME_BYTES, Name};
 use crate::header::{Bytes16, ParcelId};
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, KeyType, Salt};
+use ring::hmac;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -13,6 +14,7 @@ const KEY_BYTES: usize = 32;
 const TAG_BYTES: usize = 16;
 const FINGERPRINT_INFO: &[u8] = b"longhaul parcel v1 fingerprint";
 const CELLS_INFO: &[u8] = b"longhaul parcel v1 cells";
+const HEADERS_INFO: &[u8] = b"longhaul parcel v1 headers";
 
 /// Why a key cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -101,6 +103,13 @@ impl DataKey {
         let derived = self.derive(&[], &[FINGERPRINT_INFO])?;
         let first = derived.first_chunk().copied().ok_or(KeyError::Refused)?;
         Ok(Fingerprint(Bytes16(first)))
+    }
+
+    /// Returns the key that authenticates headers.
+    pub(crate) fn of_headers(&self, parcel: &ParcelId) -> Result<hmac::Key, KeyError> {
+        let ParcelId(Bytes16(salt)) = parcel;
+        let derived = self.derive(salt, &[HEADERS_INFO])?;
+        Ok(hmac::Key::new(hmac::HMAC_SHA256, &*derived))
     }
 
     /// Returns the key of a device's cells in a generation.

@@ -2,7 +2,7 @@
 
 use crate::cell::{Cell, Kind};
 use crate::device::Device;
-use crate::header::{Header, HeaderError, ParcelId};
+use crate::header::{Header, HeaderError, ParcelId, Proof};
 use crate::key::{DataKey, Fingerprint, KeyError};
 use crate::layout::{Layout, LayoutError};
 use crate::log::{LogFault, LogReader};
@@ -91,6 +91,9 @@ pub enum ReadError {
         /// Its device.
         device: usize,
     },
+    /// The last header was not written with this key.
+    #[error("the last header is not authentic: the parcel was altered")]
+    AlteredHeader,
     /// The log contradicts the format.
     #[error(transparent)]
     Log(#[from] LogFault),
@@ -180,6 +183,8 @@ impl Report {
 pub struct Parcel {
     devices: Vec<Option<Device>>,
     header: Header,
+    /// `None` if this program has made the header.
+    proof: Option<Proof>,
     generations: Vec<Generation>,
 }
 
@@ -198,7 +203,7 @@ pub(crate) fn earlier(header: &Header) -> Result<Vec<Generation>, LayoutError> {
 }
 
 /// Reads the header in a row of a device, if one is there.
-pub(crate) fn header_at(device: &Device, row: u64) -> Result<Option<Header>, OpenError> {
+pub(crate) fn header_at(device: &Device, row: u64) -> Result<Option<(Header, Proof)>, OpenError> {
     let path = || device.path().to_path_buf();
     let mut cell = Cell::new();
     let read = device.read(row, &mut cell);
@@ -220,7 +225,7 @@ pub(crate) fn header_at(device: &Device, row: u64) -> Result<Option<Header>, Ope
 }
 
 /// A header, from the last cell of a device if that has one, otherwise from the first.
-fn header_of(device: &Device) -> Result<Option<Header>, OpenError> {
+fn header_of(device: &Device) -> Result<Option<(Header, Proof)>, OpenError> {
     let written = device.written().map_err(|error| OpenError::Io {
         path: device.path().to_path_buf(),
         error,
@@ -230,7 +235,7 @@ fn header_of(device: &Device) -> Result<Option<Header>, OpenError> {
         None => None,
     };
     match last {
-        Some(header) => Ok(Some(header)),
+        Some(found) => Ok(Some(found)),
         // A device whose first cell cannot be read is absent, not the end of everything.
         None => match header_at(device, 0) {
             Err(OpenError::Io { .. }) => Ok(None),
@@ -245,19 +250,21 @@ impl Parcel {
     /// # Errors
     /// When they do not belong together, or the parcel is not sealed.
     pub fn open(devices: Vec<Device>) -> Result<Self, OpenError> {
-        let mut found: Vec<(Device, Header)> = Vec::new();
+        let mut found: Vec<(Device, Header, Proof)> = Vec::new();
         for device in devices {
             // What has no valid header counts as missing.
-            if let Some(header) = header_of(&device)? {
-                found.push((device, header));
+            if let Some((header, proof)) = header_of(&device)? {
+                found.push((device, header, proof));
             }
         }
-        let latest = found.iter().map(|(_, header)| header);
-        let latest = latest.max_by_key(|header| (header.generation, header.sealed));
-        let header = latest.ok_or(OpenError::NoHeader)?.clone();
+        let latest = found
+            .iter()
+            .max_by_key(|(_, header, _)| (header.generation, header.sealed));
+        let (_, header, proof) = latest.ok_or(OpenError::NoHeader)?;
+        let (header, proof) = (header.clone(), proof.clone());
         let mut places: Vec<Option<Device>> = Vec::new();
         places.resize_with(header.devices.len(), || None);
-        for (device, its) in found {
+        for (device, its, _) in found {
             if its.parcel != header.parcel {
                 return Err(OpenError::Mixed {
                     path: device.path().to_path_buf(),
@@ -288,6 +295,7 @@ impl Parcel {
         Ok(Self {
             devices: places,
             header,
+            proof: Some(proof),
             generations,
         })
     }
@@ -298,6 +306,7 @@ impl Parcel {
             devices: devices.into_iter().map(Some).collect(),
             generations: earlier(&header)?,
             header,
+            proof: None,
         })
     }
 
@@ -323,10 +332,8 @@ impl Parcel {
 
     /// Returns the number of rows, without those of headers.
     pub fn rows(&self) -> u64 {
-        let each = self
-            .generations
-            .iter()
-            .map(|it| it.rows.clone().count() as u64);
+        let each = self.generations.iter();
+        let each = each.map(|it| it.rows.end - it.rows.start);
         each.sum()
     }
 
@@ -358,6 +365,14 @@ impl Parcel {
         let (given, needed) = (key.fingerprint()?, self.header.key);
         if given != needed {
             return Err(ReadError::Key { given, needed });
+        }
+        let headers = key.of_headers(&self.header.parcel)?;
+        if self
+            .proof
+            .as_ref()
+            .is_some_and(|proof| !proof.is_by(&headers))
+        {
+            return Err(ReadError::AlteredHeader);
         }
         let mut report = Report::default();
         for generation in &self.generations {

@@ -9,6 +9,7 @@ use crate::log::LogWriter;
 use crate::reader::{self, OpenError, Parcel, Report};
 use crate::record::{Record, RecordError};
 use crate::row::{self, Generation};
+use ring::hmac;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;
@@ -113,6 +114,7 @@ pub struct Writer {
     header: Header,
     generation: Generation,
     keys: Vec<CellKey>,
+    header_key: hmac::Key,
     log: LogWriter,
     /// The data cells of the next row, not encrypted.
     pending: Vec<Cell>,
@@ -168,6 +170,7 @@ impl Writer {
     ) -> Result<Self, WriteError> {
         let mut last: Option<Header> = None;
         let (mut next, mut latest) = (position.end, 0);
+        let given = key.fingerprint()?;
         for (number, device) in devices.iter().enumerate() {
             let io = |error| WriteError::Io {
                 device: number,
@@ -186,10 +189,17 @@ impl Writer {
             latest = latest.max(name.map_or(0, |name| name.generation));
             let header = reader::header_at(device, position.header)?;
             // A device that was full before has only earlier headers.
-            let header = match header {
-                Some(header) => header,
+            let (header, proof) = match header {
+                Some(found) => found,
                 None => reader::header_at(device, 0)?.ok_or_else(other)?,
             };
+            let needed = header.key;
+            if given != needed {
+                return Err(WriteError::OtherKey { given, needed });
+            }
+            if !proof.is_by(&key.of_headers(&header.parcel)?) {
+                return Err(other());
+            }
             let is_same = last
                 .as_ref()
                 .is_none_or(|last| last.parcel == header.parcel);
@@ -205,10 +215,6 @@ impl Writer {
             let path = devices.first().map(|device| device.path().to_path_buf());
             let path = path.unwrap_or_default();
             return Err(WriteError::OtherDevice { device: 0, path });
-        }
-        let (given, needed) = (key.fingerprint()?, header.key);
-        if given != needed {
-            return Err(WriteError::OtherKey { given, needed });
         }
         if header.earlier.len() + 2 >= GENERATIONS_MAX {
             return Err(WriteError::Generations);
@@ -247,6 +253,7 @@ impl Writer {
             devices,
             generation,
             keys,
+            header_key: key.of_headers(&header.parcel)?,
             log: LogWriter::new(),
             pending: Vec::new(),
             row: header.row,
@@ -265,6 +272,21 @@ impl Writer {
         writer.write_header(&header)?;
         writer.sync_devices()?;
         Ok(writer)
+    }
+
+    /// Returns the paths of its devices.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        let paths = self
+            .devices
+            .iter()
+            .map(|device| device.path().to_path_buf());
+        paths.collect()
+    }
+
+    /// Returns the number of rows so far, of all generations, without those of headers.
+    pub fn rows(&self) -> u64 {
+        let earlier = self.header.earlier.iter().map(|it| it.end - it.first - 1);
+        earlier.sum::<u64>() + (self.row - self.header.row - 1)
     }
 
     /// Returns how far the parcel is durable, from which it can be continued.
@@ -288,7 +310,7 @@ impl Writer {
                 device: device as u16,
                 ..header.clone()
             };
-            cells.push((device, header.encode()?));
+            cells.push((device, header.encode(&self.header_key)?));
         }
         self.write_cells(header.row, &cells)?;
         self.row = header.row + 1;
@@ -329,8 +351,16 @@ impl Writer {
     /// last position.
     pub fn put(&mut self, record: &Record) -> Result<(), WriteError> {
         let (kind, rest) = record.encode()?;
+        self.put_encoded(kind, &rest)
+    }
+
+    /// Appends a record that was encoded before.
+    ///
+    /// # Errors
+    /// As [`put`](Self::put).
+    pub fn put_encoded(&mut self, kind: u8, rest: &[u8]) -> Result<(), WriteError> {
         let mut full = Vec::new();
-        self.log.push((kind, &rest), |plain| {
+        self.log.push((kind, rest), |plain| {
             full.push(cell_of(plain));
             Ok::<_, WriteError>(())
         })?;

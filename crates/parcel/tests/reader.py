@@ -199,8 +199,9 @@ def check_header(cell, name):
     """The document of a header cell, after a check of all rules that concern it alone."""
     length = struct.unpack_from("<I", cell)[0]
     need(length <= 524_288, "a header document is too long")
-    need(zeros(cell[4 + length:BODY]), "a header document is not followed by zeros")
+    need(zeros(cell[36 + length:BODY]), "a header document is not followed by zeros")
     header = parse_json(cell[4:4 + length])
+    header["proof"] = (bytes(cell[4:4 + length]), bytes(cell[4 + length:36 + length]))
     parcel = hexadecimal(header, "parcel", HEX16)
     need(bytes.fromhex(parcel)[:8] == name.prefix, "a header's parcel is not that of its cell")
     need(PARCEL_NAME.fullmatch(field(header, "name", str)), "the parcel's name is wrong")
@@ -215,7 +216,7 @@ def check_header(cell, name):
     need(name.device < len(capacities(header)), "a header's device is out of range")
     need(header["devices"][name.device] > name.row, "a header is beyond its device's capacity")
     earlier = field(header, "earlier", list)
-    need(len(earlier) < 1000, "there are too many generations")
+    need(len(earlier) < 100, "there are too many generations")
     steps = earlier + [dict(header, first=name.row, end=name.row + 1)]
     for step in steps:
         field(step, "generation", int, 0, (1 << 32) - 1)
@@ -556,6 +557,9 @@ def read_guests(parcel, key, folder):
     """Write the disks of all guests to a folder. Returns the guests for the report."""
     fingerprint = hkdf(key, b"", b"longhaul parcel v1 fingerprint")[:16]
     need(fingerprint.hex() == parcel.header["key"], "the key is not that of the parcel")
+    document, tag = parcel.header["proof"]
+    header_key = hkdf(key, parcel.id, b"longhaul parcel v1 headers")
+    need(hmac.digest(header_key, document, "sha256") == tag, "the last header is not authentic")
     finals = find_versions(parcel, key)
     paths = write_disks(parcel, key, finals, folder)
     guests = []

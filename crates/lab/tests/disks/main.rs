@@ -11,6 +11,7 @@ mod base;
 mod changed;
 #[path = "../common/monitor.rs"]
 mod monitor;
+mod parcel;
 mod rest;
 mod stage;
 mod tracked;

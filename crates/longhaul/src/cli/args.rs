@@ -1,7 +1,9 @@
 //! The command line: every command, its arguments, and their help texts.
 
+mod parcel;
 mod realm;
 
+pub(crate) use parcel::{ExportArgs, ParcelArgs, ParcelCommand, ParcelGuest};
 pub(crate) use realm::{
     FolderArgs, InviteArgs, NetworkArgs, NetworkCommand, RealmArgs, RealmCommand, RemoveHostArgs,
     RendezvousArgs, RendezvousCommand, ServeArgs,
@@ -84,11 +86,9 @@ pub(crate) enum Command {
     Events,
     /// Import, list, verify, fetch and remove base images; needs no agent
     Image(ImageArgs),
-    /// Verify parcels: devices that carry guests' disks by courier; needs no agent
-    Parcel {
-        #[command(subcommand)]
-        command: ParcelCommand,
-    },
+    /// Export, verify and import parcels: devices that carry guests' disks by courier; needs no
+    /// agent
+    Parcel(ParcelArgs),
     /// Read the journals of the moves from and to this host; needs no agent
     Journal {
         #[command(subcommand)]
@@ -683,17 +683,6 @@ pub(crate) enum ImageCommand {
     },
     /// Remove images, and the content that no other image has
     Remove(RemoveArgs),
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum ParcelCommand {
-    /// Read all of a parcel, and say what is missing or damaged, and whether it can be recovered;
-    /// no key is needed
-    Verify {
-        /// Its devices: folders, files, or block devices
-        #[arg(required = true, value_name = "DEVICE")]
-        devices: Vec<PathBuf>,
-    },
 }
 
 #[derive(Debug, Args)]

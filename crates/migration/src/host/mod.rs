@@ -23,7 +23,7 @@ pub(crate) mod peer_limits;
 pub(crate) mod qemu;
 pub(crate) mod retained_qemus;
 pub(crate) mod right;
-pub(crate) mod set_aside;
+pub mod set_aside;
 pub mod start_error;
 pub mod state;
 pub(crate) mod sweeper;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 const MOVED: &str = "moved";
 
 /// Returns the path of a disk's image after its guest has moved away.
-pub(crate) fn set_aside_as(image: &Path) -> PathBuf {
+pub fn set_aside_as(image: &Path) -> PathBuf {
     let mut name = image.file_name().unwrap_or_default().to_owned();
     name.push(".");
     name.push(MOVED);

@@ -204,3 +204,24 @@ fn damage_before_the_seal_is_found_by_it() {
         "{unsealed:?}"
     );
 }
+
+/// Someone who has no key changes what the last header says, and computes its digest anew.
+#[test]
+fn an_altered_header_is_not_accepted() {
+    let stage = Stage::new(1);
+    sealed(&stage, &[60], 0);
+    let path = stage.file(0);
+    let mut bytes = fs::read(&path).unwrap();
+    let cell = bytes.len() - CELL_BYTES;
+    let is_there = |part: &[u8]| part == b"\"to\":\"paris\"";
+    let at = cell + bytes[cell..].windows(12).position(is_there).unwrap();
+    bytes[at + 6] = b'P';
+    let sum = ring::digest::digest(&ring::digest::SHA256, &bytes[cell..cell + CELL_BYTES - 32]);
+    let end = bytes.len();
+    bytes[end - 32..].copy_from_slice(sum.as_ref());
+    fs::write(&path, bytes).unwrap();
+    let parcel = stage.open_without(&[]);
+    assert_eq!(parcel.header().to, "Paris");
+    let refused = read(&parcel, &stage.key);
+    assert!(matches!(refused, Err(ReadError::AlteredHeader)));
+}

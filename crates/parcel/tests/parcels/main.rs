@@ -9,6 +9,7 @@
 mod block;
 mod fuzz_replay;
 mod interrupted;
+mod jobs;
 mod lost;
 mod python;
 mod stage;

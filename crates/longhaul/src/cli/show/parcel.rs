@@ -3,14 +3,77 @@
 use super::figure::part_of;
 use super::image::under_way;
 use crate::cli::paint::{Line, Tone, table};
-use crate::cli::parcel::{DeviceDocument, VerifyDocument};
-use longhaul_parcel::CELL_BYTES;
+use crate::cli::parcel::{DeviceDocument, ExportDocument, ImportDocument, VerifyDocument};
+use longhaul_parcel::{CELL_BYTES, Step};
+use longhaul_protocol::units::show_bytes;
 
 /// Formats the progress of a verification.
 pub(crate) fn verifying(name: &str, read: u64, all: u64, width: usize) -> Line {
     let bytes = |rows: u64| rows * CELL_BYTES as u64;
     let figures = format!("{} of each device", part_of(bytes(read), bytes(all)));
     under_way(format!("verifying {name}"), read, all, figures, width)
+}
+
+/// Formats the progress of an export.
+pub(crate) fn exporting(step: &Step<'_>, width: usize) -> Line {
+    match *step {
+        Step::Exports { disk, done, all } => under_way(
+            format!("exporting {disk}"),
+            done,
+            all,
+            part_of(done, all),
+            width,
+        ),
+        Step::Seals { rows, all } => verifying("what was written", rows, all, width),
+    }
+}
+
+/// Formats an export.
+pub(crate) fn exported(document: &ExportDocument) -> Vec<Line> {
+    let devices = document
+        .devices
+        .iter()
+        .map(|path| format!("  {}", path.display()));
+    let sealed = format!(
+        "parcel {} is sealed: everything was read back · {} of the fullest device",
+        document.name,
+        show_bytes(document.device_bytes)
+    );
+    let mut lines = super::super::done(sealed);
+    lines.extend(devices.map(Line::text));
+    lines.push(Line::text(format!(
+        "  send its key another way: longhaul parcel key {}",
+        document.name
+    )));
+    lines
+}
+
+/// Formats the progress of an import.
+pub(crate) fn importing(guest: &str, disk: &str) -> Line {
+    Line::text(format!("importing {disk} of {guest}"))
+}
+
+/// Formats an import.
+pub(crate) fn imported(document: &ImportDocument) -> Vec<Line> {
+    let mut lines = super::super::done(format!("imported: {}", document.name));
+    let rows = document.disks.iter().map(|disk| {
+        vec![
+            Line::text(format!("  {}", disk.guest)),
+            Line::text(disk.image.clone()),
+            Line::text(show_bytes(disk.bytes)),
+            Line::text(disk.path.display().to_string()),
+        ]
+    });
+    lines.extend(table(rows.collect()));
+    if document.recovered_cells > 0 {
+        let recovered = count(document.recovered_cells, "cell");
+        lines.push(Line::text(format!("  {recovered} recovered from parity")));
+    }
+    lines.push(Line::text(
+        "  what has changed since travels when the guest moves: longhaul migrate GUEST --to THIS \
+         HOST, at the source",
+    ));
+    lines
 }
 
 /// Returns a number of things in words.

@@ -1,0 +1,328 @@
+//! Brings the disks of a parcel to files.
+
+use crate::key::DataKey;
+use crate::reader::{Parcel, ReadError, Report};
+use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, Version};
+use crate::tree::{Tree, text};
+use ring::digest::{Context, SHA256};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// Why a parcel cannot be imported.
+#[derive(Debug, thiserror::Error)]
+pub enum ImportError {
+    /// A file cannot be read or written.
+    #[error("{}: {error}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        #[source]
+        error: io::Error,
+    },
+    /// The parcel cannot be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// Content is lost, so nothing was imported.
+    #[error(
+        "{0} MiB of its content cannot be read: `longhaul parcel verify` says what is missing or \
+         damaged"
+    )]
+    Lost(u64),
+    /// A disk's content is not what was exported.
+    #[error("disk {disk} of {guest} does not have the digest of its version")]
+    Digest {
+        /// The guest.
+        guest: String,
+        /// The disk.
+        disk: String,
+    },
+    /// A guest's record is missing, or contradicts another one.
+    #[error("the parcel contradicts itself: {0}")]
+    Contradiction(&'static str),
+    /// It has no complete guest.
+    #[error("the parcel has no complete version of any guest")]
+    Nothing,
+}
+
+/// A disk that was imported.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImportedDisk {
+    /// The guest's name.
+    pub guest: String,
+    /// The disk's name.
+    pub disk: String,
+    /// Its file.
+    pub path: PathBuf,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// The digest of its content, as it was exported, and read back here.
+    pub digest: String,
+    /// When the version was exported, in seconds since 1970.
+    pub time: u64,
+}
+
+/// A disk while it is written.
+struct Target {
+    part: PathBuf,
+    path: PathBuf,
+    file: File,
+    disk: Disk,
+}
+
+struct Arriving {
+    guest: Guest,
+    targets: BTreeMap<u32, Target>,
+    /// The last version, and the number of the record.
+    version: Option<(Version, u64)>,
+    /// The number of the last chunk record.
+    last_chunk: u64,
+}
+
+fn io_at(path: &Path) -> impl Fn(io::Error) -> ImportError {
+    let path = path.to_path_buf();
+    move |error| ImportError::Io {
+        path: path.clone(),
+        error,
+    }
+}
+
+/// Returns the name of a file while it is written.
+fn part_of(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(format!(".{name}.importing"))
+}
+
+/// Writes the last versions of all guests. `place` says where a disk goes; nothing may be there.
+/// Files have their names when they are complete, and were read back.
+///
+/// # Errors
+/// When content is lost, or files cannot be written.
+pub fn import(
+    parcel: &Parcel,
+    key: &DataKey,
+    place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
+) -> Result<(Vec<ImportedDisk>, Report), ImportError> {
+    let mut guests: BTreeMap<u32, Arriving> = BTreeMap::new();
+    let outcome = read_into(parcel, key, place, &mut guests);
+    let finished = outcome.and_then(|report| Ok((finish(&guests)?, report)));
+    if finished.is_err() {
+        for target in guests.values().flat_map(|guest| guest.targets.values()) {
+            // The first error is the one to be told.
+            let _ = fs::remove_file(&target.part);
+        }
+    }
+    finished
+}
+
+fn read_into(
+    parcel: &Parcel,
+    key: &DataKey,
+    place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
+    guests: &mut BTreeMap<u32, Arriving>,
+) -> Result<Report, ImportError> {
+    let report = read(parcel, key, place, guests, None)?;
+    let is_beyond = |guest: &Arriving| {
+        let version = guest.version.as_ref().map_or(0, |(_, at)| *at);
+        version > 0 && guest.last_chunk > version
+    };
+    if !guests.values().any(is_beyond) {
+        return Ok(report);
+    }
+    // Chunks of no version are already in the files: they are read again without them.
+    let ends: BTreeMap<u32, u64> = guests
+        .iter()
+        .map(|(number, guest)| (*number, guest.version.as_ref().map_or(0, |(_, at)| *at)))
+        .collect();
+    for target in guests.values().flat_map(|guest| guest.targets.values()) {
+        let cleared = target.file.set_len(0);
+        cleared
+            .and_then(|()| target.file.set_len(target.disk.bytes))
+            .map_err(io_at(&target.part))?;
+    }
+    read(parcel, key, place, guests, Some(&ends))
+}
+
+fn read(
+    parcel: &Parcel,
+    key: &DataKey,
+    place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
+    guests: &mut BTreeMap<u32, Arriving>,
+    ends: Option<&BTreeMap<u32, u64>>,
+) -> Result<Report, ImportError> {
+    let mut number = 0;
+    let mut failed = None;
+    let read = parcel.read(key, |record| {
+        number += 1;
+        let taken = take(record, number, place, guests, ends);
+        taken.map_err(|error| {
+            failed = Some(error);
+            "the import has failed"
+        })
+    });
+    match (failed, read) {
+        (Some(error), _) => Err(error),
+        (None, Ok(report)) if report.lost > 0 => Err(ImportError::Lost(report.lost)),
+        (None, read) => Ok(read?),
+    }
+}
+
+fn take(
+    record: Record,
+    number: u64,
+    place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
+    guests: &mut BTreeMap<u32, Arriving>,
+    ends: Option<&BTreeMap<u32, u64>>,
+) -> Result<(), ImportError> {
+    match record {
+        Record::Guest(guest) => {
+            let arriving = guests.entry(guest.guest).or_insert_with(|| Arriving {
+                guest: guest.clone(),
+                targets: BTreeMap::new(),
+                version: None,
+                last_chunk: 0,
+            });
+            for disk in &guest.disks {
+                let target = match arriving.targets.entry(disk.disk) {
+                    Entry::Occupied(known) => known.into_mut(),
+                    Entry::Vacant(new) => new.insert(Target::create(place(&guest, disk)?, disk)?),
+                };
+                target.disk = disk.clone();
+                let sized = target.file.set_len(disk.bytes);
+                sized.map_err(io_at(&target.part))?;
+            }
+            arriving.guest = guest;
+            Ok(())
+        }
+        Record::Chunk(chunk) => {
+            if ends.is_some_and(|ends| ends.get(&chunk.guest).is_none_or(|end| number > *end)) {
+                return Ok(());
+            }
+            let unknown = ImportError::Contradiction("a chunk is of an unknown guest or disk");
+            let Some(guest) = guests.get_mut(&chunk.guest) else {
+                return Err(unknown);
+            };
+            guest.last_chunk = number;
+            match guest.targets.get(&chunk.disk) {
+                Some(target) => target.write(&chunk),
+                None => Err(unknown),
+            }
+        }
+        Record::Version(version) => match guests.get_mut(&version.guest) {
+            Some(guest) => {
+                guest.version = Some((version, number));
+                Ok(())
+            }
+            None => Err(ImportError::Contradiction(
+                "a version is of an unknown guest",
+            )),
+        },
+    }
+}
+
+impl Target {
+    fn create(path: PathBuf, disk: &Disk) -> Result<Self, ImportError> {
+        let part = part_of(&path);
+        let mut options = OpenOptions::new();
+        options
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600);
+        let file = options.open(&part).map_err(io_at(&part))?;
+        Ok(Self {
+            part,
+            path,
+            file,
+            disk: disk.clone(),
+        })
+    }
+
+    fn write(&self, chunk: &Chunk) -> Result<(), ImportError> {
+        const BEYOND: ImportError = ImportError::Contradiction("a chunk is beyond its disk");
+        let from = chunk.chunk * CHUNK_BYTES as u64;
+        let room = self.disk.bytes.checked_sub(from).filter(|room| *room > 0);
+        let length = room.ok_or(BEYOND)?.min(CHUNK_BYTES as u64);
+        let fails = io_at(&self.part);
+        match &chunk.content {
+            Some(content) if content.len() as u64 == length => {
+                self.file.write_all_at(content, from).map_err(fails)
+            }
+            Some(_) => Err(ImportError::Contradiction("a chunk has another length")),
+            // The file is sparse, but the chunk may have had content before.
+            None => {
+                let mut now = vec![0; length as usize];
+                self.file.read_exact_at(&mut now, from).map_err(&fails)?;
+                match now.iter().all(|byte| *byte == 0) {
+                    true => Ok(()),
+                    false => {
+                        now.fill(0);
+                        self.file.write_all_at(&now, from).map_err(fails)
+                    }
+                }
+            }
+        }
+    }
+
+    /// Reads the file, and returns its digest.
+    fn digest(&self) -> io::Result<String> {
+        let mut whole = Context::new(&SHA256);
+        let mut from = 0;
+        while from < self.disk.bytes {
+            let length = (self.disk.bytes - from).min(CHUNK_BYTES as u64);
+            let mut content = vec![0; length as usize];
+            self.file.read_exact_at(&mut content, from)?;
+            whole.update(&Tree::of_chunk(&content));
+            from += length;
+        }
+        Ok(text(whole.finish().as_ref()))
+    }
+}
+
+/// Syncs all files, compares them with their versions, and gives them their names.
+fn finish(guests: &BTreeMap<u32, Arriving>) -> Result<Vec<ImportedDisk>, ImportError> {
+    let mut imported = Vec::new();
+    for guest in guests.values() {
+        let Some((version, _)) = &guest.version else {
+            continue;
+        };
+        for (number, target) in &guest.targets {
+            target.file.sync_all().map_err(io_at(&target.part))?;
+            let digest = target.digest().map_err(io_at(&target.part))?;
+            let mut expected = version.disks.iter();
+            let expected = expected.find(|disk| disk.disk == *number);
+            if expected.is_none_or(|disk| disk.digest != digest) {
+                return Err(ImportError::Digest {
+                    guest: guest.guest.name.clone(),
+                    disk: target.disk.name.clone(),
+                });
+            }
+            imported.push((
+                target,
+                ImportedDisk {
+                    guest: guest.guest.name.clone(),
+                    disk: target.disk.name.clone(),
+                    path: target.path.clone(),
+                    bytes: target.disk.bytes,
+                    digest,
+                    time: version.time,
+                },
+            ));
+        }
+    }
+    if imported.is_empty() {
+        return Err(ImportError::Nothing);
+    }
+    for (target, _) in &imported {
+        fs::rename(&target.part, &target.path).map_err(io_at(&target.path))?;
+        let folder = target.path.parent().unwrap_or(Path::new("/"));
+        let synced = File::open(folder).and_then(|folder| folder.sync_all());
+        synced.map_err(io_at(folder))?;
+    }
+    Ok(imported.into_iter().map(|(_, imported)| imported).collect())
+}
