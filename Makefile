@@ -4,7 +4,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/sbin:/sbin
 CARGO := cargo
 LAB := target/release/lab
 
-.PHONY: help demo test quick bench crash-matrix chaos fuzz install build format checks clippy programs tests unit model e2e
+.PHONY: help demo demo-parcel test quick bench crash-matrix chaos fuzz install build format checks clippy programs tests unit model e2e
 
 help: ## list these commands
 	@echo "Longhaul: moves running virtual machines between hosts. Commands:"
@@ -15,6 +15,11 @@ demo: INSTALL := demo
 demo: export LONGHAUL_LINTS := W
 demo: install programs ## move a running guest between two emulated sites behind NATs, and back (2 minutes once built)
 	target/tests/lab demo
+
+demo-parcel: INSTALL := demo
+demo-parcel: export LONGHAUL_LINTS := W
+demo-parcel: install programs ## ship the disks of three running guests on four devices, lose one, and move the guests (4 minutes once built)
+	target/tests/lab demo-parcel
 
 test: install format checks tests ## all tests: formatting, lints, checks, units, model, real moves (20 to 30 minutes, by what is built already)
 	@scripts/end-to-end unit model

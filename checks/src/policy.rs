@@ -111,6 +111,7 @@ pub const DIRECTION: [(&str, &[&str]); 28] = [
         "longhaul-lab-program",
         &[
             "longhaul-protocol",
+            "longhaul-api",
             "longhaul-history",
             "longhaul-lab",
             "longhaul-lab-bench",

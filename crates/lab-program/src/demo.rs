@@ -117,7 +117,7 @@ pub(crate) fn run() -> Result<ExitCode, LabError> {
     Ok(ExitCode::from(u8::from(!sound || !disk_is_right)))
 }
 
-fn spec(text: &str) -> Result<LinkSpec, LabError> {
+pub(crate) fn spec(text: &str) -> Result<LinkSpec, LabError> {
     text.parse()
         .map_err(|error| LabError::Which(format!("{error}")))
 }
@@ -285,7 +285,7 @@ fn service_report([there, back]: &[Service; 2]) -> String {
 }
 
 /// Returns a host's configuration for the images of the guest's disks: each host has its own.
-fn images_in(folder: &Path, disks: &[LocalDisk]) -> toml::Table {
+pub(crate) fn images_in(folder: &Path, disks: &[LocalDisk]) -> toml::Table {
     let image = |disk: &LocalDisk| {
         let name = disk.path.file_name().unwrap_or_default();
         let table = toml::Table::from_iter([
@@ -452,7 +452,7 @@ fn shown(longhaul: &LonghaulMover<'_>, host: usize, words: &[&str]) -> Result<()
     run_shown(longhaul.product, host, words)
 }
 
-fn run_shown(product: &Product, host: usize, words: &[&str]) -> Result<(), LabError> {
+pub(crate) fn run_shown(product: &Product, host: usize, words: &[&str]) -> Result<(), LabError> {
     let mut command = product.agent(host)?.command()?;
     // Its output, also that of a failure, is on the screen.
     command
@@ -527,15 +527,15 @@ fn report(there: &MoveRow, back: &MoveRow, peer: &MoveRow) -> String {
     text
 }
 
-fn title(text: &str) -> Result<(), LabError> {
+pub(crate) fn title(text: &str) -> Result<(), LabError> {
     print(&format!("\n== {text}\n"))
 }
 
-fn tell(text: &str) -> Result<(), LabError> {
+pub(crate) fn tell(text: &str) -> Result<(), LabError> {
     print(&format!("{text}\n"))
 }
 
-fn print(text: &str) -> Result<(), LabError> {
+pub(crate) fn print(text: &str) -> Result<(), LabError> {
     let mut stdout = std::io::stdout().lock();
     stdout
         .write_all(text.as_bytes())

@@ -3,6 +3,7 @@
 mod demo;
 mod doctor;
 mod history;
+mod parcel_demo;
 mod sites;
 mod up;
 
@@ -37,6 +38,9 @@ enum Action {
     Doctor,
     /// Move a running guest between sites behind NATs and back, beside QEMU's pre-copy (2 minutes)
     Demo,
+    /// Ship the disks of three running guests on four devices, lose one, and move the guests over a
+    /// slow link (4 minutes)
+    DemoParcel,
     /// Create an interactive laboratory, and print how to reach its parts
     Up(UpArguments),
     /// Remove a laboratory made by `lab up`, and the remains of earlier ones
@@ -164,6 +168,7 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
             return Ok(ExitCode::from(u8::from(!demo_runs)));
         }
         Action::Demo => return demo::run(),
+        Action::DemoParcel => return parcel_demo::run(),
         Action::Results { folder } => results::make(&folder)?,
         Action::Sample {
             input,

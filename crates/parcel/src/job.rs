@@ -10,6 +10,7 @@ use crate::tree::{Before, Tree};
 use crate::writer::{Position, Settings, WriteError, Writer};
 use longhaul_storage::disk::{Disk as _, OpenError as OpenDiskError, RawDisk};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -59,6 +60,9 @@ pub enum JobError {
         /// The job's folder.
         folder: PathBuf,
     },
+    /// A guest or a disk is named twice.
+    #[error("the {0} {1} is named twice")]
+    Twice(&'static str, String),
     /// There is none.
     #[error("this host has exported no such parcel: there is no {}", .0.display())]
     Unknown(PathBuf),
@@ -205,6 +209,15 @@ impl Job {
         (devices, limit): (&[PathBuf], Option<u64>),
         guests: Vec<JobGuest>,
     ) -> Result<Self, JobError> {
+        let mut names = BTreeSet::new();
+        for guest in &guests {
+            let disks = guest.disks.iter().map(|disk| ("disk", disk.name.as_str()));
+            for name in disks.chain([("guest", guest.name.as_str())]) {
+                if !names.insert(name) {
+                    return Err(JobError::Twice(name.0, name.1.to_owned()));
+                }
+            }
+        }
         let guests = guests.into_iter().map(KnownGuest::look);
         let guests = guests.collect::<Result<_, _>>()?;
         let parent = folder.parent().unwrap_or(Path::new("/"));

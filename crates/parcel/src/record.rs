@@ -149,10 +149,13 @@ impl Record {
     /// Returns the record's kind, and the rest of it.
     ///
     /// # Errors
-    /// When it is larger than the format allows.
+    /// When it is larger than the format allows, or has names that it does not allow.
     pub fn encode(&self) -> Result<(u8, Vec<u8>), RecordError> {
         let (kind, rest) = match self {
-            Self::Guest(guest) => (KIND_GUEST, serde_json::to_vec(guest)?),
+            Self::Guest(guest) => {
+                guest.check()?;
+                (KIND_GUEST, serde_json::to_vec(guest)?)
+            }
             Self::Chunk(chunk) => (KIND_CHUNK, chunk.encode()?),
             Self::Version(version) => (KIND_VERSION, serde_json::to_vec(version)?),
         };

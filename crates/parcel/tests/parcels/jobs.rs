@@ -232,6 +232,11 @@ fn a_job_that_cannot_begin_leaves_nothing() {
     );
     let missing = [devices.clone(), vec![stage.path().join("none")]].concat();
     assert!(begin(&guests, &missing, 1).is_err());
+    let twice = [guests.clone(), guests.clone()].concat();
+    assert!(matches!(
+        begin(&twice, &devices, 1),
+        Err(JobError::Twice(..))
+    ));
     guests[0].disks[0].path = stage.path().join("gone");
     assert!(begin(&guests, &devices, 1).is_err());
     for device in &devices {
