@@ -9,7 +9,7 @@ LAB := target/release/lab
 help: ## list these commands
 	@echo "Longhaul: moves running virtual machines between hosts. Commands:"
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
-	@echo "demo, test and bench need root (network namespaces, TAP devices): sudo make demo"
+	@echo "demo, demo-parcel, test and bench need root (network namespaces, TAP devices): sudo make demo"
 
 demo: INSTALL := demo
 demo: export LONGHAUL_LINTS := W
