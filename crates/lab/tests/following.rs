@@ -28,15 +28,15 @@ const BUSY: u64 = 200;
 const MEMORY_BYTES: u64 = 128 << 20;
 /// The link before that, with `hybrid`.
 const WHILE_RUNNING: &str = "30mbit,4ms";
-/// Pages rewritten per second meanwhile. Further passes do not help against so many, and memory is
-/// still missing at the first trouble.
+/// Pages rewritten per second meanwhile. Further passes cannot send that many. So memory is still
+/// missing at the first trouble.
 const BUSIER: u64 = 20_000;
 /// The link while memory follows: so slow that most of it follows after the first trouble.
 const NARROW: &str = "1mbit,4ms";
 /// How long what must come before the next trouble is to take.
 const PART: Duration = Duration::from_secs(4);
-/// How often the rate of the link is set anew meanwhile. The destination shows what is missing as
-/// often.
+/// The time between two changes of the link's rate. The destination updates the number of missing
+/// blocks in the same interval.
 const LOOK: Duration = Duration::from_millis(500);
 /// The slowest link: on a slower one a new connection takes too long.
 const SLOWEST_BPS: u64 = 128_000;

@@ -1,6 +1,6 @@
 //! Finds the end of what was written to a device.
 
-/// Cells that are probed where one is not valid: so many damaged ones in a row do not hide the end.
+/// The number of successive cells in a probe. A gap that is shorter does not hide the end.
 const PROBES: u64 = 256;
 
 /// Returns the number of cells up to the last valid one, if `is_valid` tells which are, and there

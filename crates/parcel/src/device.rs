@@ -8,8 +8,8 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 
-/// Rows after which a writer syncs all devices: what a power cut leaves behind the first missing
-/// cell is at most so many rows long.
+/// The number of rows after which a writer syncs all devices. A power cut can damage at most this
+/// many rows.
 pub(crate) const SYNC_ROWS: u64 = 64;
 /// How the names of devices in folders end.
 const SUFFIX: &str = ".parcel";
@@ -130,7 +130,7 @@ impl Device {
     /// Removes a file that holds nothing.
     pub(crate) fn remove(&self) {
         if !self.is_block {
-            // It is empty: what is left is no device.
+            // An empty file that stays is refused as a device, and does no other harm.
             let _ = fs::remove_file(&self.path);
         }
     }

@@ -177,7 +177,7 @@ fn now_s() -> u64 {
     now_unix_ms() / 1000
 }
 
-/// Exports what is left to be exported, and shows the parcel.
+/// Runs the job to its end, and shows the parcel.
 fn finish(output: &Output, mut job: Job) -> Result<u8, CliError> {
     let picture = Picture::new(output);
     let parcel = job.run(now_s(), &mut |step| {
