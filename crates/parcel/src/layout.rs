@@ -103,24 +103,6 @@ impl Layout {
             data,
         })
     }
-
-    /// Returns the number of data cells in the rows from one up to another.
-    pub fn data_cells(&self, rows: std::ops::Range<u64>) -> u64 {
-        // The number of devices changes only where one ends.
-        let mut ends: Vec<u64> = self.cells.clone();
-        ends.push(rows.end);
-        ends.sort_unstable();
-        let (mut from, mut sum) = (rows.start, 0_u64);
-        for end in ends {
-            let end = end.min(rows.end);
-            if end > from {
-                let devices = self.devices(from).len() as u64;
-                sum += devices.saturating_sub(u64::from(self.parity)) * (end - from);
-                from = end;
-            }
-        }
-        sum
-    }
 }
 
 #[cfg(test)]
@@ -136,8 +118,6 @@ mod tests {
         assert_eq!(parity, [0, 1, 2, 0, 1, 1, 0]);
         assert_eq!(layout.roles(1).unwrap().data, [2, 0]);
         assert_eq!(layout.roles(10), None);
-        assert_eq!(layout.data_cells(0..10), 5 * 2 + 5);
-        assert_eq!(layout.data_cells(4..6), 3);
         let both = Layout::new(&[9; 4], 2).unwrap().roles(3).unwrap();
         assert_eq!((both.parity, both.data), (vec![3, 0], vec![1, 2]));
     }
