@@ -33,6 +33,8 @@ fn header(document: &[u8]) {
     let length = u32::try_from(document.len()).expect("inputs are short");
     let mut body = length.to_le_bytes().to_vec();
     body.extend(document);
+    // The place of its HMAC, which is checked later.
+    body.extend([0; 32]);
     // It belongs to no place: it may be read, and is then refused.
     let name = Name {
         kind: Kind::Data,
