@@ -9,6 +9,8 @@ use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, RecordError, Versio
 use crate::tree::{Before, Tree};
 use crate::writer::{Position, Settings, WriteError, Writer};
 use longhaul_storage::disk::{Disk as _, OpenError as OpenDiskError, RawDisk};
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
@@ -63,6 +65,9 @@ pub enum JobError {
     /// A guest or a disk is named twice.
     #[error("the {0} {1} is named twice")]
     Twice(&'static str, String),
+    /// Another command works on it.
+    #[error("another command works on the parcel {0}: wait until it has ended")]
+    Busy(String),
     /// There is none.
     #[error("this host has exported no such parcel: there is no {}", .0.display())]
     Unknown(PathBuf),
@@ -281,19 +286,35 @@ impl Job {
     /// # Errors
     /// When there is none, or it cannot be read.
     pub fn open(folder: &Path) -> Result<Self, JobError> {
-        let path = folder.join(DOCUMENT);
-        let text = fs::read(&path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => JobError::Unknown(folder.to_path_buf()),
-            _ => io_at(&path)(error),
-        })?;
-        let document: Document =
-            serde_json::from_slice(&text).map_err(|error| JobError::Document { path, error })?;
+        let document = Self::read(folder)?;
         Ok(Self {
             folder: folder.to_path_buf(),
             key: document.key.parse()?,
             durable_every: DURABLE_EVERY,
             document,
         })
+    }
+
+    fn read(folder: &Path) -> Result<Document, JobError> {
+        let path = folder.join(DOCUMENT);
+        let text = fs::read(&path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => JobError::Unknown(folder.to_path_buf()),
+            _ => io_at(&path)(error),
+        })?;
+        serde_json::from_slice(&text).map_err(|error| JobError::Document { path, error })
+    }
+
+    /// Keeps other commands from the job, and reads what the last one has left.
+    fn lock(&mut self) -> Result<Flock<File>, JobError> {
+        let fails = io_at(&self.folder);
+        let folder = File::open(&self.folder).map_err(&fails)?;
+        let lock = Flock::lock(folder, FlockArg::LockExclusiveNonblock);
+        let lock = lock.map_err(|(_, errno)| match errno {
+            Errno::EWOULDBLOCK => JobError::Busy(self.document.name.clone()),
+            errno => fails(errno.into()),
+        })?;
+        self.document = Self::read(&self.folder)?;
+        Ok(lock)
     }
 
     /// Changes how often the job is made durable, which is every 20 s.
@@ -344,6 +365,7 @@ impl Job {
     /// # Errors
     /// When the parcel is not sealed, or a disk cannot be read.
     pub fn top_up(&mut self) -> Result<(), JobError> {
+        let _lock = self.lock()?;
         if !self.document.sealed {
             return Err(JobError::NotSealed(self.document.name.clone()));
         }
@@ -375,6 +397,7 @@ impl Job {
         now: u64,
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<Parcel, JobError> {
+        let _lock = self.lock()?;
         let open = |writable| {
             let paths = self.document.devices.iter();
             paths
@@ -388,7 +411,7 @@ impl Job {
             name: self.document.name.clone(),
             folder: self.folder.clone(),
         })?;
-        let mut writer = Writer::reopen(open(true)?, None, position, &self.key)?;
+        let mut writer = Writer::reopen(open(true)?, position, &self.key)?;
         self.durable(&mut writer)?;
         while self.document.next.guest < self.document.guests.len() {
             self.export(&mut writer, now, progress)?;

@@ -69,8 +69,8 @@ pub enum WriteError {
         /// Its path.
         path: PathBuf,
     },
-    /// The parcel was written too often.
-    #[error("the parcel was opened {GENERATIONS_MAX} times: seal it")]
+    /// The parcel was opened too often.
+    #[error("the parcel was opened {GENERATIONS_MAX} times, and cannot go on: begin another one")]
     Generations,
     /// What was read back is not what was written.
     #[error(
@@ -158,13 +158,10 @@ impl Writer {
     /// `position` is the last one that [`sync`](Self::sync) returned. What was put later does not
     /// count: put it again.
     ///
-    /// A device may have become smaller.
-    ///
     /// # Errors
     /// When a device is not the one that it was, or cannot be written.
     pub fn reopen(
         devices: Vec<Device>,
-        capacities: Option<&[u64]>,
         position: Position,
         key: &DataKey,
     ) -> Result<Self, WriteError> {
@@ -226,10 +223,6 @@ impl Writer {
             first: header.row,
             end: position.end.max(header.row + 1),
         });
-        if let Some(capacities) = capacities {
-            let each = header.devices.iter().zip(capacities);
-            header.devices = each.map(|(was, now)| *was.min(now)).collect();
-        }
         header.generation = header.generation.max(latest) + 1;
         header.nonce = random()?;
         header.row = next;

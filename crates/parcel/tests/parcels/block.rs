@@ -66,7 +66,7 @@ fn block_devices_hold_a_parcel() {
         matches!(unsealed, Err(OpenError::Unsealed(_))),
         "{unsealed:?}"
     );
-    let mut writer = Writer::reopen(all(true), None, position, &stage.key).unwrap();
+    let mut writer = Writer::reopen(all(true), position, &stage.key).unwrap();
     let more = vec![disk(&mut dice, 20)];
     put_guest(&mut writer, 1, &more).unwrap();
     writer.seal(&mut |_| ()).unwrap();

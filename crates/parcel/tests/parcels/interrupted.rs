@@ -75,7 +75,7 @@ fn is_interrupted(seed: u64) {
         let position = writer.position();
         drop(writer);
         cut(&stage, devices, position.end, &mut dice);
-        writer = Writer::reopen(stage.devices(), None, position, &stage.key).unwrap();
+        writer = Writer::reopen(stage.devices(), position, &stage.key).unwrap();
         if left.is_empty() {
             break;
         }
@@ -91,7 +91,7 @@ fn is_interrupted(seed: u64) {
 
     // A sealed parcel is topped up, and sealed again.
     let before = fs::read(stage.file(0)).unwrap();
-    let mut writer = Writer::reopen(stage.devices(), None, position, &stage.key).unwrap();
+    let mut writer = Writer::reopen(stage.devices(), position, &stage.key).unwrap();
     let new = dice.bytes(CHUNK_BYTES);
     disks[0][..CHUNK_BYTES].copy_from_slice(&new);
     writer

@@ -196,12 +196,19 @@ fn an_export_says_how_far_it_is() {
     let mut job = begin().unwrap();
     assert!(matches!(begin(), Err(JobError::Exists(_))));
     let (mut last, mut sealed) = (Vec::new(), 0);
-    job.run(0, &mut |step| match step {
-        Step::Exports { disk, done, all } if done == all => last.push(((*disk).to_owned(), *all)),
-        Step::Exports { .. } => {}
-        Step::Seals { rows, all } => {
-            assert!(rows <= all);
-            sealed = all - rows;
+    let mut another = Job::open(&folder).unwrap();
+    job.run(0, &mut |step| {
+        let busy = another.run(0, &mut |_| ());
+        assert!(matches!(busy, Err(JobError::Busy(_))), "two write at once");
+        match step {
+            Step::Exports { disk, done, all } if done == all => {
+                last.push(((*disk).to_owned(), *all))
+            }
+            Step::Exports { .. } => {}
+            Step::Seals { rows, all } => {
+                assert!(rows <= all);
+                sealed = all - rows;
+            }
         }
     })
     .unwrap();

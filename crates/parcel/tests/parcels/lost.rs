@@ -134,7 +134,7 @@ fn what_does_not_belong_together_is_refused() {
     assert!(matches!(refused, Err(WriteError::Device(_))));
 }
 
-/// Someone who has no key exchanges two cells, and computes all digests anew.
+/// An attacker without the key copies the body of one cell to another, and corrects its digest.
 #[test]
 fn an_altered_cell_is_not_accepted() {
     let stage = Stage::new(1);
@@ -176,7 +176,7 @@ fn full_and_sealed(cells: &[u64]) {
     let full = put_guest(&mut writer, 1, &[disk(&mut dice, 200)]);
     assert!(matches!(full, Err(WriteError::Full)), "{full:?}");
     drop(writer);
-    let reopened = Writer::reopen(stage.devices(), None, position, &stage.key);
+    let reopened = Writer::reopen(stage.devices(), position, &stage.key);
     reopened.unwrap().seal(&mut |_| ()).unwrap();
     let (found, report) = read(&stage.open_without(&[1]), &stage.key).unwrap();
     assert_eq!(
@@ -205,7 +205,7 @@ fn damage_before_the_seal_is_found_by_it() {
     );
 }
 
-/// Someone who has no key changes what the last header says, and computes its digest anew.
+/// An attacker without the key changes the last header, and corrects its digest.
 #[test]
 fn an_altered_header_is_not_accepted() {
     let stage = Stage::new(1);

@@ -54,11 +54,12 @@ pub(crate) struct ExportArgs {
         long,
         default_value_t = 0,
         value_name = "NUMBER",
+        requires = "guests",
         value_parser = clap::value_parser!(u8).range(0..=2)
     )]
     pub(crate) lose: u8,
     /// How much to use of each device [default: all that is free]
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, requires = "guests")]
     pub(crate) limit: Option<u64>,
     /// Guests, and the names of their images in the configuration. Without any, an export that was
     /// interrupted goes on
