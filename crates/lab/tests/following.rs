@@ -9,9 +9,10 @@
 
 mod common;
 
-use common::{LIMIT, Running, Stage, tiny};
+use common::{LIMIT, Running, Stage, tiny, workload};
 use longhaul_api::{Consequence, Guest, Migration, Outcome, Phase, Report};
-use longhaul_lab::guest::Chipset;
+use longhaul_lab::arena::Workload;
+use longhaul_lab::guest::{Chipset, Tiny};
 use longhaul_lab::link::spec::LinkSpec;
 use longhaul_lab::process::{kill_all, wait_until};
 use std::fs;
@@ -27,9 +28,8 @@ const BUSY: u64 = 200;
 /// The memory of the smallest guest.
 const MEMORY_BYTES: u64 = 128 << 20;
 /// The link before that, with `hybrid`.
-const WHILE_RUNNING: &str = "30mbit,4ms";
-/// Pages rewritten per second meanwhile. Further passes cannot send that many. So memory is still
-/// missing at the first trouble.
+const WHILE_RUNNING: &str = "20mbit,4ms";
+/// Pages rewritten per second meanwhile. Further passes cannot send that many.
 const BUSIER: u64 = 20_000;
 /// The link while memory follows: so slow that most of it follows after the first trouble.
 const NARROW: &str = "1mbit,4ms";
@@ -40,7 +40,8 @@ const PART: Duration = Duration::from_secs(4);
 const LOOK: Duration = Duration::from_millis(500);
 /// The slowest link: on a slower one a new connection takes too long.
 const SLOWEST_BPS: u64 = 128_000;
-const FASTEST_BPS: u64 = 32_000_000;
+/// The fastest one: a third of the missing memory takes seconds on it.
+const FASTEST_BPS: u64 = 8_000_000;
 const RTT: Duration = Duration::from_millis(4);
 
 /// The command that QEMU's monitor needs before any other.
@@ -49,6 +50,17 @@ const CAPABILITIES: &str = r#"{"execute": "qmp_capabilities"}"#;
 const PATIENCE: Duration = Duration::from_secs(30);
 /// How long QEMU says nothing while its main loop waits for a page that does not come.
 const SILENCE: Duration = Duration::from_secs(2);
+
+/// Boots a guest that rewrites whole pages with what cannot be compressed. So much of its memory is
+/// missing at the first trouble, and each block of it takes its time.
+fn boot_busier(stage: &Stage, tiny: &Tiny) -> Running {
+    let busier = Workload {
+        content: "random".to_owned(),
+        write_bytes: 4096,
+        ..workload(tiny, BUSIER)
+    };
+    stage.boot_with(tiny, &busier)
+}
 
 /// Moves a guest by a strategy, and checks that it is there, whole and undamaged.
 fn moves(guest: &mut Running, stage: &Stage, from: usize, strategy: &str) {
@@ -283,8 +295,8 @@ impl Trouble {
 }
 
 /// Waits until a share of what was missing at first has come, about as long as `PART`. How many
-/// blocks the link carries is only known when it has carried some: a block may be whole, or a delta
-/// of some bytes. So the link is slow at first, and its rate follows what comes.
+/// blocks the link carries is only known when it has carried some: most are whole, but some are
+/// deltas. So the link is slow at first, and its rate follows what comes.
 fn has_come(share: f64, guest: &Running, stage: &Stage, from: usize, first: &mut u64) {
     let left = || missing(stage, 1 - from, &guest.name);
     let is_over = || stage.qemus(from, &guest.name).is_empty();
@@ -438,7 +450,7 @@ fn troubles_at_three_points(version: &str, chipset: Chipset, how: &str) {
     let Some(mut stage) = Stage::new("following in trouble", [version, version], LINK) else {
         return;
     };
-    let mut guest = stage.boot(&tiny("lucky", chipset, version, 2), BUSIER);
+    let mut guest = boot_busier(&stage, &tiny("lucky", chipset, version, 2));
     let mut troubles = [
         Trouble::Cut(Duration::from_secs(1)),
         Trouble::Killed,
@@ -467,7 +479,7 @@ fn is_cut_three_times(how: &str, time: Duration) {
     let Some(mut stage) = Stage::beside_others("following late", ["11.1", "11.1"], LINK) else {
         return;
     };
-    let mut guest = stage.boot(&tiny("patient", Chipset::Pc, "11.1", 1), BUSIER);
+    let mut guest = boot_busier(&stage, &tiny("patient", Chipset::Pc, "11.1", 1));
     let cuts = spread(&[Trouble::Cut(time); 3]);
     survives(&mut guest, &mut stage, 0, how, &cuts);
     guest.end(&stage);
@@ -498,7 +510,7 @@ fn an_agent_may_end_at_ten_points_of_a_drain() {
     let Some(mut stage) = Stage::new("following with deaths", ["10.0", "10.0"], LINK) else {
         return;
     };
-    let mut guest = stage.boot(&tiny("often", Chipset::Q35, "10.0", 2), BUSIER);
+    let mut guest = boot_busier(&stage, &tiny("often", Chipset::Q35, "10.0", 2));
     let mut from = 0;
     for how in ["postcopy", "hybrid"] {
         for death in [Trouble::Killed, Trouble::DestinationKilled] {

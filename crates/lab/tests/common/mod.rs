@@ -82,6 +82,11 @@ impl Stage {
 
     /// Boots a guest on the first host, with a workload.
     pub(crate) fn boot(&self, tiny: &Tiny, pages_per_s: u64) -> Running {
+        self.boot_with(tiny, &workload(tiny, pages_per_s))
+    }
+
+    /// Boots a guest on the first host, with this workload.
+    pub(crate) fn boot_with(&self, tiny: &Tiny, workload: &Workload) -> Running {
         let mut running = Running {
             name: tiny.name.clone(),
             arena: Arena::new(),
@@ -101,17 +106,7 @@ impl Stage {
             }
         };
         boot(&running.arena, start, end);
-        let workload = Workload {
-            content: "mix".to_owned(),
-            arena_bytes: ARENA_BYTES_MAX.min((tiny.memory_mib << 20) / 4),
-            working_set_bytes: 8 << 20,
-            pages_per_s,
-            write_bytes: 512,
-            writers: tiny.vcpus,
-            verify_pages_per_s: 100,
-            seed: 7,
-        };
-        running.arena.start(&workload, LIMIT).unwrap();
+        running.arena.start(workload, LIMIT).unwrap();
         running
     }
 
@@ -169,6 +164,20 @@ fn are_installed(purpose: &str, qemus: [&str; 2]) -> bool {
         }
     }
     true
+}
+
+/// The workload of a small guest.
+pub(crate) fn workload(tiny: &Tiny, pages_per_s: u64) -> Workload {
+    Workload {
+        content: "mix".to_owned(),
+        arena_bytes: ARENA_BYTES_MAX.min((tiny.memory_mib << 20) / 4),
+        working_set_bytes: 8 << 20,
+        pages_per_s,
+        write_bytes: 512,
+        writers: tiny.vcpus,
+        verify_pages_per_s: 100,
+        seed: 7,
+    }
 }
 
 /// Starts a guest repeatedly until it has booted.
