@@ -208,7 +208,7 @@ mod tests {
         let state = state.path();
         let us = ProcessId::of(std::process::id() as i32).unwrap().unwrap();
         let noted = tracked(state, &us);
-        std::fs::remove_file(noted.folder().tracked_writes()).unwrap();
+        std::fs::remove_dir_all(noted.folder().tracked_writes()).unwrap();
         assert!(read(state, "web-7").is_err());
     }
 }

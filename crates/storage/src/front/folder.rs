@@ -206,9 +206,14 @@ impl FrontFolder {
         self.own().join("unwritten")
     }
 
-    /// Returns the file of the writes that are tracked ([`super::tracking`]).
+    /// Returns the folder of the writes that are tracked ([`super::tracking::rounds`]).
     pub fn tracked_writes(&self) -> PathBuf {
         self.own().join("tracked")
+    }
+
+    /// Returns the socket on which checkpoints of tracked writes are made ([`super::tracking`]).
+    pub(super) fn checkpoints(&self) -> PathBuf {
+        self.own().join("checkpoints")
     }
 
     /// Returns the file that marks an arriving disk that could not be made durable, with the boot

@@ -2,10 +2,13 @@
 
 use crate::client::Client;
 use crate::front::{Killed, Setting, signal};
-use longhaul_storage::front::tracking::{CHUNK_BYTES, Changed, begin};
+use longhaul_storage::front::tracking::{
+    CHUNK_BYTES, Changed, Checkpoint, CheckpointError, Held, Request, begin, ship,
+};
 use nix::sys::signal::Signal;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::time::Duration;
 
 const CHUNKS: u64 = 64;
 
@@ -109,5 +112,82 @@ fn once_the_fallback_has_answered_everything_has_changed() {
     let mut client = tracked.setting.client();
     tracked.write(&mut client, 9);
     assert_eq!(tracked.recorded().len() as u64, CHUNKS);
+    tracked.setting.stop(&mut tracked.supervisor);
+}
+
+/// Copies what has changed, in steps; something happens after the first half.
+fn copy(
+    checkpoint: &mut Checkpoint,
+    replica: &mut [u8],
+    happens: &mut dyn FnMut(),
+) -> Result<(), CheckpointError> {
+    for chunk in 0..CHUNKS {
+        let bytes = chunk * CHUNK_BYTES..(chunk + 1) * CHUNK_BYTES;
+        let mut content = vec![0; CHUNK_BYTES as usize];
+        let changed = checkpoint.has_changed(&bytes);
+        if changed {
+            checkpoint.read(bytes.start, &mut content)?;
+        }
+        checkpoint.copied(bytes.end)?;
+        if changed {
+            replica[bytes.start as usize..bytes.end as usize].copy_from_slice(&content);
+        }
+        if chunk == CHUNKS / 2 {
+            happens();
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn checkpoints_lack_nothing_whenever_the_server_is_killed() {
+    let mut tracked = Tracked::new("track");
+    let mut replica = tracked.before.clone();
+    let mut server = tracked.setting.server_after(None);
+    let (mut from, mut copied, mut lost) = (0, 0, 0);
+    for round in 0..9 {
+        let mut client = tracked.setting.client();
+        for n in 0..6 {
+            tracked.write(&mut client, (round * 5 + n * 3) % CHUNKS);
+        }
+        let request = Request {
+            from: Some(from),
+            hold: Duration::from_secs(2),
+            log_bytes_max: u64::MAX,
+        };
+        let held = Held::prepare(&tracked.setting.folder, &request).unwrap();
+        let mut checkpoint = held.commit().unwrap();
+        let at_checkpoint = std::fs::read(&tracked.setting.image).unwrap();
+        let kills = round % 3 == 1;
+        let done = copy(&mut checkpoint, &mut replica, &mut || {
+            if kills {
+                signal(server, Signal::SIGKILL);
+                server = tracked.setting.server_after(Some(server));
+                client = tracked.setting.client();
+            }
+            for n in 0..6 {
+                let chunk = (round * 11 + n * 7) % CHUNKS;
+                assert_eq!(
+                    client.write(0, chunk * CHUNK_BYTES + 9, &[round as u8; 5]),
+                    0
+                );
+            }
+        });
+        match done {
+            Ok(()) => {
+                assert!(!kills && replica == at_checkpoint, "round {round}");
+                let closed = checkpoint.round();
+                drop(checkpoint);
+                ship(&tracked.setting.folder, closed).unwrap();
+                (from, copied) = (closed + 1, copied + 1);
+            }
+            // What was copied of it may be of any moment: the next one has all of that again.
+            Err(_) => {
+                assert!(kills);
+                lost += 1;
+            }
+        }
+    }
+    assert_eq!((copied, lost), (6, 3));
     tracked.setting.stop(&mut tracked.supervisor);
 }

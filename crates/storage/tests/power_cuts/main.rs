@@ -24,7 +24,7 @@ use std::time::Instant;
 const CUTS: u64 = 100_000;
 const SEED: u64 = 20_260_801;
 /// Every sync that the code requests.
-const SYNCS: [&str; 12] = [
+const SYNCS: [&str; 14] = [
     "the folder's name",
     "the journal's name",
     "the name that was found",
@@ -37,6 +37,8 @@ const SYNCS: [&str; 12] = [
     "the masks' name",
     "the masks that changed",
     "the tracked writes",
+    "the copied image",
+    "the round that was found",
 ];
 
 #[derive(Default)]

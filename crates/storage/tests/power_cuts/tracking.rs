@@ -1,16 +1,19 @@
 //! One script: the tracked writes of a disk, as its export records them, over several lives of the
 //! machine. The image is a file whose sectors reach the disk in any order, like those of the
-//! record: each sector stands for a chunk.
+//! record: each sector stands for a chunk. Now and then what has changed is copied to a replica that
+//! no power cut touches, as to the devices of a parcel: where image and replica differ, the rounds
+//! that were not copied must say so.
 
 use crate::random::Random;
 use crate::script::Outcome;
 use crate::simulated::{Faults, Simulated};
 use longhaul_storage::files::{Access, Files, OpenFile};
-use longhaul_storage::front::tracking::{CHUNK_BYTES, Changed, WriteMap, begin_in};
+use longhaul_storage::front::tracking::rounds::{self, Changed, begin_in};
+use longhaul_storage::front::tracking::{CHUNK_BYTES, WriteMap};
 use std::collections::BTreeSet;
 use std::path::Path;
 
-const MAP: &str = "/tracked";
+const RECORD: &str = "/tracked";
 const IMAGE: &str = "/image";
 const SECTOR: u64 = 512;
 /// A few chunks, or more than one sector of masks.
@@ -28,6 +31,11 @@ struct Script {
     perhaps: bool,
     /// Chunks that a write was announced for: only these may have changed.
     announced: BTreeSet<u64>,
+    /// The number of the last write, which is its content.
+    written: u8,
+    /// The copy of each chunk, and the first round that is not in it.
+    replica: Vec<u8>,
+    from: u64,
     log: Vec<String>,
 }
 
@@ -46,6 +54,9 @@ pub fn run(seed: u64, suppressed: Option<&'static str>) -> Outcome {
         begun: false,
         perhaps: false,
         announced: BTreeSet::new(),
+        written: 0,
+        replica: vec![0; chunks as usize],
+        from: 0,
         log: Vec::new(),
     };
     let mut cuts = 0;
@@ -91,20 +102,57 @@ impl Script {
         if !self.begun {
             self.perhaps = true;
             let bytes = self.chunks * CHUNK_BYTES;
-            match begin_in(&self.files, Path::new(MAP), bytes) {
+            match begin_in(&self.files, Path::new(RECORD), bytes) {
                 Ok(()) => self.begun = true,
                 Err(_) => return self.excuse("beginning"),
             }
             self.log.push("begun".to_owned());
         }
-        let Ok(map) = WriteMap::open_in(&self.files, Path::new(MAP)) else {
+        let Ok((mut round, mut map)) = rounds::open_current(&self.files, Path::new(RECORD)) else {
             return self.excuse("opening the record");
         };
         let Ok(image) = self.files.open(Path::new(IMAGE), Access::Create) else {
             return self.excuse("opening the image");
         };
         while self.files.is_on() {
-            self.write(&map, &*image)?;
+            match self.random.percent(15) {
+                true => match self.copy((&mut round, &mut map), &*image) {
+                    Ok(()) => {}
+                    Err(error) => self.excuse(&format!("copying ({error})"))?,
+                },
+                false => self.write(&map, &*image)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Closes the round, copies what has changed, and forgets it.
+    fn copy(
+        &mut self,
+        (round, map): (&mut u64, &mut WriteMap),
+        image: &dyn OpenFile,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        let (files, record) = (self.files.clone(), Path::new(RECORD));
+        rounds::forget_unused(&files, record, *round)?;
+        rounds::merge(&files, record)?;
+        let next = rounds::create(&files, record, *round + 1, self.chunks * CHUNK_BYTES)?;
+        self.log.push(format!("round {round} is closed"));
+        let closed = *round;
+        (*round, *map) = (closed + 1, next);
+        let changed = Changed::between(&files, record, (self.from, closed))?;
+        let changed = changed.ok_or("a round is missing")?;
+        for chunk in 0..self.chunks {
+            if changed.meets(&(chunk * CHUNK_BYTES..(chunk + 1) * CHUNK_BYTES)) {
+                self.replica[chunk as usize] = content(image, chunk)?;
+            }
+        }
+        image.sync("the copied image")?;
+        // This image may have been created in this life.
+        files.sync_folder(Path::new("/"), "the copied image")?;
+        self.from = closed + 1;
+        self.log.push(format!("round {closed} is copied"));
+        if self.random.percent(80) {
+            rounds::forget(&files, record, closed)?;
         }
         Ok(())
     }
@@ -120,9 +168,10 @@ impl Script {
         if noted.is_err() {
             return self.excuse("noting");
         }
+        self.written = self.written % u8::MAX + 1;
         for chunk in first..end {
             if image
-                .write_at(chunk * SECTOR, &[1; SECTOR as usize])
+                .write_at(chunk * SECTOR, &[self.written; SECTOR as usize])
                 .is_err()
             {
                 return self.excuse("writing");
@@ -145,8 +194,8 @@ impl Script {
 
     /// Compares the record with the image.
     fn judge(&mut self) -> Step {
-        let changed = match Changed::read_in(&self.files, Path::new(MAP)) {
-            Ok(changed) if self.begun || self.perhaps => changed,
+        let changed = match Changed::since(&self.files, Path::new(RECORD), self.from) {
+            Ok(Some(changed)) if self.begun || self.perhaps => changed,
             // Tracking has never begun.
             Err(_) if !self.begun => return Ok(()),
             other => return Err(format!("the record: {other:?}")),
@@ -157,11 +206,10 @@ impl Script {
         };
         let image = self.files.open(Path::new(IMAGE), Access::Read);
         for chunk in 0..self.chunks {
-            let mut content = [0; SECTOR as usize];
-            let read = image
+            let found = image
                 .as_ref()
-                .is_ok_and(|image| image.read_at(chunk * SECTOR, &mut content).is_ok());
-            let differs = read && content != [0; SECTOR as usize];
+                .map_or(Ok(0), |image| content(&**image, chunk));
+            let differs = found.is_ok_and(|found| found != self.replica[chunk as usize]);
             if differs && !recorded(chunk) {
                 return Err(format!("chunk {chunk} has changed, which is not recorded"));
             }
@@ -171,4 +219,14 @@ impl Script {
         }
         Ok(())
     }
+}
+
+/// Returns the number of the write that a chunk of the image has.
+fn content(image: &dyn OpenFile, chunk: u64) -> std::io::Result<u8> {
+    let mut first = [0];
+    // An image that was never written there is shorter.
+    if image.length()? > chunk * SECTOR {
+        image.read_at(chunk * SECTOR, &mut first)?;
+    }
+    Ok(first[0])
 }
