@@ -81,6 +81,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 pub use crate::disks::lazy_base_images::of_guest as coming_bases;
+pub use crate::disks::tracked_writes::tracking_export;
 pub use crate::disks::volumes::sizes as disk_sizes;
 pub use crate::host::right::{Holder, Right};
 pub use crate::status::events::Events;

@@ -10,6 +10,7 @@ use crate::disks::export_notes::FrontError;
 use crate::disks::exports::{self, Noted, Tracks};
 use crate::status::registry::Taken;
 use longhaul_hypervisor::process::{Process, ProcessId};
+use longhaul_storage::front::FrontFolder;
 use longhaul_storage::front::tracking::Changed;
 use std::collections::BTreeSet;
 use std::io;
@@ -48,6 +49,26 @@ pub(crate) fn read(state: &Path, guest: &str) -> io::Result<Vec<TrackedDisk>> {
         });
     }
     Ok(found)
+}
+
+/// Returns the export that records a guest's writes to an image now; `None` where there is none, or
+/// where it may not know all of them.
+///
+/// # Errors
+/// When the notes of the exports cannot be read.
+pub fn tracking_export(state: &Path, guest: &str, image: &Path) -> io::Result<Option<FrontFolder>> {
+    let image = image.canonicalize()?;
+    for noted in exports_of(state, guest)? {
+        let Some(tracks) = noted.note.tracks.as_ref().filter(|tracks| !tracks.ended) else {
+            continue;
+        };
+        let is_it = noted.note.image.canonicalize().is_ok_and(|it| it == image);
+        let runs = || Process::open(&tracks.qemu).map_err(io::Error::other);
+        if is_it && !noted.folder().fell_back() && runs()?.is_some() {
+            return Ok(Some(noted.folder()));
+        }
+    }
+    Ok(None)
 }
 
 impl Noted {

@@ -4,7 +4,7 @@
 use crate::context::Context;
 use crate::source::candidate::is_paused;
 use crate::source::local_disks::{self, Known};
-use crate::source::{blockers, described, tracking};
+use crate::source::{blockers, described};
 use crate::status::failure;
 use longhaul_api::{ApiError, Check, DiskChoice, ErrorCode};
 use longhaul_hypervisor::Guest;
@@ -121,9 +121,6 @@ pub(crate) async fn examine(
             guest.description().clone()
         }
     };
-    if let Err(error) = tracking::refuse_tracked(context, guest.name()) {
-        reasons.push(Reason::passing("disks", error));
-    }
     if let Some(error) = memory(guest, qmp).await {
         reasons.push(Reason::lasting("memory", error));
     }

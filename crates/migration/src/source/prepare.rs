@@ -24,7 +24,7 @@ use crate::source::qemu::SourceQemu;
 use crate::source::recovered::RecoveredSource;
 use crate::source::sample;
 use crate::source::sender::{Encoding, Sending};
-use crate::source::tracking::refuse_tracked;
+use crate::source::tracking::end_before_move;
 use crate::source::verified_ranges::Checked;
 use crate::status::failure;
 use crate::status::guest_rate::RateMeter;
@@ -79,7 +79,6 @@ pub(crate) fn start(
     let reservation = context
         .registry
         .take(&request.guest, Taken::Moving(id, Side::Source))?;
-    refuse_tracked(context, &request.guest)?;
     let entry = Arc::new(Entry::new(Facts {
         id,
         guest: request.guest.clone(),
@@ -172,6 +171,7 @@ impl Preparing {
             host,
             generation,
         } = &self.candidate;
+        end_before_move(&self.source, guest.name()).await?;
         let guests = &self.source.parts.guests;
         let lease = guests.lease(guest, COMMAND_TIMEOUT).await;
         let lease = lease.map_err(|error| qemu(&error))?;

@@ -149,6 +149,19 @@ fn show(disk: TrackedDisk, running: Option<&ProcessId>) -> longhaul_api::Tracked
     }
 }
 
+/// Ends the tracking of a reserved guest's writes before it moves, if they are tracked.
+pub(crate) async fn end_before_move(context: &Context, guest: &str) -> Result<(), ApiError> {
+    let state = &context.parts.config.state;
+    let tracked = block_in_place(|| tracked_writes::exports_of(state, guest));
+    match tracked.map_err(|error| internal(&error))?.is_empty() {
+        true => Ok(()),
+        false => {
+            tracing::info!(guest, "the tracking of its writes ends: it moves");
+            end(context, guest).await
+        }
+    }
+}
+
 /// Ends the tracking of a reserved guest's writes, and removes the exports and their records.
 pub(crate) async fn end(context: &Context, guest: &str) -> Result<(), ApiError> {
     let state = &context.parts.config.state;
