@@ -1,8 +1,8 @@
-//! One script: the tracked writes of a disk, as its export records them, over several lives of the
-//! machine. The image is a file whose sectors reach the disk in any order, like those of the
-//! record: each sector stands for a chunk. Now and then what has changed is copied to a replica that
-//! no power cut touches, as to the devices of a parcel: where image and replica differ, the rounds
-//! that were not copied must say so.
+//! One script: the tracked writes of a disk, as its export records them, over several lives of
+//! the machine. The image is a file whose sectors reach the disk in any order, like those of
+//! the record: each sector stands for a chunk. Now and then what has changed is copied to a
+//! replica that no power cut touches, as to the devices of a parcel: where image and replica
+//! differ, the rounds that were not copied must say so.
 
 use crate::random::Random;
 use crate::script::Outcome;

@@ -11,8 +11,8 @@
 //! ◀───done────   the image is durable too, and the round is forgotten
 //! ```
 //!
-//! A connection that ends opens the gate and ends the log. A checkpoint does not outlive the server:
-//! rounds do, so that the next checkpoint has all changes.
+//! A connection that ends opens the gate and ends the log. A checkpoint does not outlive the
+//! server: rounds do, so that the next checkpoint has all changes.
 
 use super::copy_log::CopyLog;
 use super::gate::Gate;
