@@ -1,169 +1,35 @@
 //! Exports that can be interrupted: what goes into a parcel, and how far it has come, in a folder.
 
-use crate::device::{Device, DeviceError};
+mod document;
+mod error;
+
+pub use document::{JobDisk, JobGuest};
+pub use error::JobError;
+
+use crate::device::Device;
 use crate::header::check_name;
-use crate::key::{DataKey, KeyError};
+use crate::key::DataKey;
 use crate::layout::Layout;
-use crate::reader::{OpenError, Parcel};
+use crate::reader::Parcel;
 use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, RecordError, Version, VersionDisk};
 use crate::tree::{Before, Tree};
-use crate::writer::{Position, Settings, WriteError, Writer};
-use longhaul_storage::disk::{Disk as _, OpenError as OpenDiskError, RawDisk};
+use crate::writer::{Settings, WriteError, Writer};
+use document::{Document, KnownDisk, KnownGuest, Next};
+use error::io_at;
+use longhaul_storage::disk::{Disk as _, RawDisk};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs::{self, File};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-const DOCUMENT: &str = "job.json";
 /// Chunks that are read and compressed at the same time.
 const BATCH: u64 = 16;
 /// How often the job is made durable: a job that is interrupted repeats at most so much.
 const DURABLE_EVERY: Duration = Duration::from_secs(20);
-
-/// Why a job cannot go on.
-#[derive(Debug, thiserror::Error)]
-pub enum JobError {
-    /// Its folder, or a disk, cannot be read or written.
-    #[error("{}: {error}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// What the system says.
-        #[source]
-        error: io::Error,
-    },
-    /// A disk cannot be opened.
-    #[error(transparent)]
-    Disk(#[from] OpenDiskError),
-    /// Its document cannot be read.
-    #[error("{} cannot be read: {error}", path.display())]
-    Document {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        #[source]
-        error: serde_json::Error,
-    },
-    /// It was interrupted before anything was written.
-    #[error(
-        "the export of {name} was interrupted before it began: remove {} and what it has on its \
-         devices, and begin again",
-        folder.display()
-    )]
-    NotBegun {
-        /// The parcel.
-        name: String,
-        /// The job's folder.
-        folder: PathBuf,
-    },
-    /// A guest or a disk is named twice.
-    #[error("the {0} {1} is named twice")]
-    Twice(&'static str, String),
-    /// Another command works on it.
-    #[error("another command works on the parcel {0}: wait until it has ended")]
-    Busy(String),
-    /// There is none.
-    #[error("this host has exported no such parcel: there is no {}", .0.display())]
-    Unknown(PathBuf),
-    /// Only a sealed parcel is topped up.
-    #[error("the export of {0} is not complete: continue it first")]
-    NotSealed(String),
-    /// There is one of this name.
-    #[error("there is a parcel {0}: it is continued without guests and devices")]
-    Exists(String),
-    /// A device cannot be used.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-    /// A device cannot be written.
-    #[error(transparent)]
-    Write(#[from] WriteError),
-    /// The sealed parcel cannot be opened.
-    #[error(transparent)]
-    Open(#[from] OpenError),
-    /// A key cannot be used.
-    #[error(transparent)]
-    Key(#[from] KeyError),
-    /// What is exported is not one of the format.
-    #[error(transparent)]
-    Record(#[from] RecordError),
-}
-
-/// A disk that is exported.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct JobDisk {
-    /// The name by which the destination knows it.
-    pub name: String,
-    /// Its file, or its volume.
-    pub path: PathBuf,
-}
-
-/// A disk as the job keeps it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct KnownDisk {
-    #[serde(flatten)]
-    disk: JobDisk,
-    /// Its size when the export began. A file may have grown since: what is beyond is not exported.
-    bytes: u64,
-}
-
-/// A guest as the job keeps it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct KnownGuest {
-    name: String,
-    disks: Vec<KnownDisk>,
-}
-
-impl KnownGuest {
-    fn look(guest: JobGuest) -> Result<Self, JobError> {
-        let each = guest.disks.into_iter().map(|disk| {
-            let bytes = RawDisk::open_to_read(&disk.path)?.size_bytes();
-            Ok(KnownDisk { disk, bytes })
-        });
-        Ok(Self {
-            name: guest.name,
-            disks: each.collect::<Result<_, JobError>>()?,
-        })
-    }
-}
-
-/// A guest whose disks are exported.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct JobGuest {
-    /// Its name.
-    pub name: String,
-    /// Its disks.
-    pub disks: Vec<JobDisk>,
-}
-
-/// Where an export goes on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-struct Next {
-    guest: usize,
-    disk: usize,
-    chunk: u64,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct Document {
-    name: String,
-    to: String,
-    /// The data key: the file can be read by its owner alone.
-    key: String,
-    devices: Vec<PathBuf>,
-    guests: Vec<KnownGuest>,
-    /// `None` until the first header is durable.
-    position: Option<Position>,
-    /// The version that is exported, or was.
-    version: u64,
-    next: Next,
-    sealed: bool,
-}
 
 /// How far an export has come.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -193,14 +59,6 @@ pub struct Job {
     document: Document,
     key: DataKey,
     durable_every: Duration,
-}
-
-fn io_at(path: &Path) -> impl Fn(io::Error) -> JobError {
-    let path = path.to_path_buf();
-    move |error| JobError::Io {
-        path: path.clone(),
-        error,
-    }
 }
 
 impl Job {
@@ -286,22 +144,13 @@ impl Job {
     /// # Errors
     /// When there is none, or it cannot be read.
     pub fn open(folder: &Path) -> Result<Self, JobError> {
-        let document = Self::read(folder)?;
+        let document = Document::read(folder)?;
         Ok(Self {
             folder: folder.to_path_buf(),
             key: document.key.parse()?,
             durable_every: DURABLE_EVERY,
             document,
         })
-    }
-
-    fn read(folder: &Path) -> Result<Document, JobError> {
-        let path = folder.join(DOCUMENT);
-        let text = fs::read(&path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => JobError::Unknown(folder.to_path_buf()),
-            _ => io_at(&path)(error),
-        })?;
-        serde_json::from_slice(&text).map_err(|error| JobError::Document { path, error })
     }
 
     /// Keeps other commands from the job, and reads what the last one has left.
@@ -313,7 +162,7 @@ impl Job {
             Errno::EWOULDBLOCK => JobError::Busy(self.document.name.clone()),
             errno => fails(errno.into()),
         })?;
-        self.document = Self::read(&self.folder)?;
+        self.document = Document::read(&self.folder)?;
         Ok(lock)
     }
 
@@ -339,24 +188,8 @@ impl Job {
         self.document.sealed
     }
 
-    /// Writes the document durably, readable by its owner alone.
     fn save(&self) -> Result<(), JobError> {
-        let path = self.folder.join(DOCUMENT);
-        let new = self.folder.join(".job.json.new");
-        let fails = io_at(&path);
-        let text = serde_json::to_vec_pretty(&self.document);
-        let text = text.map_err(|error| JobError::Document {
-            path: path.clone(),
-            error,
-        })?;
-        let mut options = OpenOptions::new();
-        let options = options.write(true).create(true).truncate(true).mode(0o600);
-        let mut file = options.open(&new).map_err(&fails)?;
-        file.write_all(&text).map_err(&fails)?;
-        file.sync_all().map_err(&fails)?;
-        fs::rename(&new, &path).map_err(&fails)?;
-        let folder = File::open(&self.folder).map_err(&fails)?;
-        folder.sync_all().map_err(&fails)
+        self.document.save(&self.folder)
     }
 
     /// Prepares a top-up of a sealed parcel: [`run`](Self::run) then exports the chunks whose

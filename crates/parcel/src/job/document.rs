@@ -1,0 +1,116 @@
+//! What a job keeps in its folder.
+
+use super::error::{JobError, io_at};
+use crate::writer::Position;
+use longhaul_storage::disk::{Disk as _, RawDisk};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+const DOCUMENT: &str = "job.json";
+
+/// A disk that is exported.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobDisk {
+    /// The name by which the destination knows it.
+    pub name: String,
+    /// Its file, or its volume.
+    pub path: PathBuf,
+}
+
+/// A disk as the job keeps it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct KnownDisk {
+    #[serde(flatten)]
+    pub(super) disk: JobDisk,
+    /// Its size when the export began. A file may have grown since: what is beyond is not exported.
+    pub(super) bytes: u64,
+}
+
+/// A guest as the job keeps it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct KnownGuest {
+    pub(super) name: String,
+    pub(super) disks: Vec<KnownDisk>,
+}
+
+impl KnownGuest {
+    /// Notes how large its disks are.
+    pub(super) fn look(guest: JobGuest) -> Result<Self, JobError> {
+        let each = guest.disks.into_iter().map(|disk| {
+            let bytes = RawDisk::open_to_read(&disk.path)?.size_bytes();
+            Ok(KnownDisk { disk, bytes })
+        });
+        Ok(Self {
+            name: guest.name,
+            disks: each.collect::<Result<_, JobError>>()?,
+        })
+    }
+}
+
+/// A guest whose disks are exported.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobGuest {
+    /// Its name.
+    pub name: String,
+    /// Its disks.
+    pub disks: Vec<JobDisk>,
+}
+
+/// Where an export goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub(super) struct Next {
+    pub(super) guest: usize,
+    pub(super) disk: usize,
+    pub(super) chunk: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Document {
+    pub(super) name: String,
+    pub(super) to: String,
+    /// The data key: the file can be read by its owner alone.
+    pub(super) key: String,
+    pub(super) devices: Vec<PathBuf>,
+    pub(super) guests: Vec<KnownGuest>,
+    /// `None` until the first header is durable.
+    pub(super) position: Option<Position>,
+    /// The version that is exported, or was.
+    pub(super) version: u64,
+    pub(super) next: Next,
+    pub(super) sealed: bool,
+}
+
+impl Document {
+    /// Reads the document in a job's folder.
+    pub(super) fn read(folder: &Path) -> Result<Self, JobError> {
+        let path = folder.join(DOCUMENT);
+        let text = fs::read(&path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => JobError::Unknown(folder.to_path_buf()),
+            _ => io_at(&path)(error),
+        })?;
+        serde_json::from_slice(&text).map_err(|error| JobError::Document { path, error })
+    }
+
+    /// Writes it durably, readable by its owner alone.
+    pub(super) fn save(&self, folder: &Path) -> Result<(), JobError> {
+        let path = folder.join(DOCUMENT);
+        let new = folder.join(".job.json.new");
+        let fails = io_at(&path);
+        let text = serde_json::to_vec_pretty(self);
+        let text = text.map_err(|error| JobError::Document {
+            path: path.clone(),
+            error,
+        })?;
+        let mut options = OpenOptions::new();
+        let options = options.write(true).create(true).truncate(true).mode(0o600);
+        let mut file = options.open(&new).map_err(&fails)?;
+        file.write_all(&text).map_err(&fails)?;
+        file.sync_all().map_err(&fails)?;
+        fs::rename(&new, &path).map_err(&fails)?;
+        let folder = File::open(folder).map_err(&fails)?;
+        folder.sync_all().map_err(&fails)
+    }
+}
