@@ -2,19 +2,20 @@
 
 mod document;
 mod error;
+mod export;
+mod moment;
 
 pub use document::{JobDisk, JobGuest};
 pub use error::JobError;
+pub use moment::{Tracking, Untracked};
 
 use crate::device::Device;
 use crate::header::check_name;
 use crate::key::DataKey;
 use crate::layout::Layout;
 use crate::reader::Parcel;
-use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, RecordError, Version, VersionDisk};
-use crate::tree::{Before, Tree};
 use crate::writer::{Settings, WriteError, Writer};
-use document::{Document, KnownDisk, KnownGuest, Next};
+use document::{Document, KnownGuest, Next};
 use error::io_at;
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use nix::errno::Errno;
@@ -23,11 +24,8 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Chunks that are read and compressed at the same time.
-const BATCH: u64 = 16;
 /// How often the job is made durable: a job that is interrupted repeats at most so much.
 const DURABLE_EVERY: Duration = Duration::from_secs(20);
 
@@ -42,6 +40,14 @@ pub enum Step<'a> {
         done: u64,
         /// All its bytes.
         all: u64,
+    },
+    /// A guest's disks could not be exported as of one moment: this is tried again, or they are
+    /// exported as they are.
+    MomentLost {
+        /// The guest.
+        guest: &'a str,
+        /// The reason.
+        why: &'a str,
     },
     /// Rows are read back.
     Seals {
@@ -59,6 +65,7 @@ pub struct Job {
     document: Document,
     key: DataKey,
     durable_every: Duration,
+    tracking: Box<dyn Tracking>,
 }
 
 impl Job {
@@ -103,10 +110,12 @@ impl Job {
                 position: None,
                 version: 1,
                 next: Next::default(),
+                consolidates: false,
                 sealed: false,
             },
             key,
             durable_every: DURABLE_EVERY,
+            tracking: Box::new(Untracked),
         };
         let begun = job.begin(settings, limit);
         if begun.is_err() {
@@ -149,6 +158,7 @@ impl Job {
             folder: folder.to_path_buf(),
             key: document.key.parse()?,
             durable_every: DURABLE_EVERY,
+            tracking: Box::new(Untracked),
             document,
         })
     }
@@ -173,6 +183,14 @@ impl Job {
         self
     }
 
+    /// Says where the exports are found that track the writes to the disks. Without them, whole
+    /// disks are read, each chunk as it is then.
+    #[must_use]
+    pub fn with_tracking(mut self, tracking: impl Tracking + 'static) -> Self {
+        self.tracking = Box::new(tracking);
+        self
+    }
+
     /// Returns the data key.
     pub fn key(&self) -> &DataKey {
         &self.key
@@ -193,7 +211,8 @@ impl Job {
     }
 
     /// Prepares a top-up of a sealed parcel: [`run`](Self::run) then exports the chunks whose
-    /// digests have changed since, as another version.
+    /// digests have changed since, as another version. Where writes are tracked, only what may have
+    /// changed is read.
     ///
     /// # Errors
     /// When the parcel is not sealed, or a disk cannot be read.
@@ -221,7 +240,8 @@ impl Job {
 
     /// Exports what has not been exported, and seals the parcel.
     ///
-    /// The disks may be written meanwhile: each chunk is as it was when it was read.
+    /// The disks may be written meanwhile: each chunk is as it was when it was read. Where writes
+    /// are tracked, what has changed meanwhile is then exported again, as it was at one moment.
     ///
     /// # Errors
     /// When a disk cannot be read, or a device cannot be written. The job can be run again.
@@ -246,9 +266,7 @@ impl Job {
         })?;
         let mut writer = Writer::reopen(open(true)?, position, &self.key)?;
         self.durable(&mut writer)?;
-        while self.document.next.guest < self.document.guests.len() {
-            self.export(&mut writer, now, progress)?;
-        }
+        self.export_all(&mut writer, now, progress)?;
         let all = writer.rows();
         let (parcel, position) = writer.seal(&mut |rows| progress(&Step::Seals { rows, all }))?;
         self.document.position = Some(position);
@@ -257,167 +275,30 @@ impl Job {
         Ok(parcel)
     }
 
-    fn durable(&mut self, writer: &mut Writer) -> Result<(), JobError> {
-        self.document.position = Some(writer.sync()?);
-        self.save()
-    }
-
-    /// Exports the rest of a guest.
-    fn export(
+    /// Exports all guests. Those that are tracked, and whose version is of no moment, get another
+    /// one that is.
+    fn export_all(
         &mut self,
         writer: &mut Writer,
         now: u64,
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<(), JobError> {
-        let number = self.document.next.guest;
-        let Some(guest) = self.document.guests.get(number).cloned() else {
-            return Ok(());
-        };
-        let open = |known: &KnownDisk| RawDisk::open_to_read(&known.disk.path);
-        let disks = guest
-            .disks
-            .iter()
-            .map(open)
-            .collect::<Result<Vec<_>, _>>()?;
-        let known = guest.disks.iter().zip(0..);
-        let record = Record::Guest(Guest {
-            guest: number as u32,
-            name: guest.name.clone(),
-            disks: known
-                .map(|(known, number)| Disk {
-                    disk: number,
-                    name: known.disk.name.clone(),
-                    bytes: known.bytes,
-                })
-                .collect(),
-            description: serde_json::Value::Null,
-        });
-        writer.put(&record)?;
-        let mut trees = Vec::new();
-        for (at, (disk, known)) in disks.iter().zip(&guest.disks).enumerate() {
-            let version = self.document.version;
-            let path = self.digests((number, at), version);
-            let mut tree = Tree::open(&path).map_err(io_at(&path))?;
-            let before = self.digests((number, at), version - 1);
-            let before = Before::open(&before).map_err(io_at(&before))?;
-            let fails = io_at(&known.disk.path);
-            let fails_tree = io_at(&path);
-            let all = known.bytes;
-            let chunks = all.div_ceil(CHUNK_BYTES as u64);
-            // A disk that is complete is not read again.
-            let mut chunk = match at.cmp(&self.document.next.disk) {
-                std::cmp::Ordering::Less => chunks,
-                std::cmp::Ordering::Equal => self.document.next.chunk,
-                std::cmp::Ordering::Greater => 0,
-            };
-            tree.cut(chunk).map_err(&fails_tree)?;
-            let mut saved = Instant::now();
-            while chunk < chunks {
-                let end = (chunk + BATCH).min(chunks);
-                let batch = encode((disk, all), (number as u32, at as u32), chunk..end);
-                let old = before.digests(chunk..end).map_err(&fails_tree)?;
-                for (read, old) in batch.into_iter().zip(old) {
-                    let (kind, rest, digest) = match read {
-                        Ok(read) => read,
-                        Err(ReadOrRecord::Read(error)) => return Err(fails(error)),
-                        Err(ReadOrRecord::Record(error)) => return Err(error.into()),
-                    };
-                    if old != Some(digest) {
-                        writer.put_encoded(kind, &rest)?;
-                    }
-                    tree.push(digest).map_err(&fails_tree)?;
-                }
-                chunk = end;
-                progress(&Step::Exports {
-                    disk: &known.disk.name,
-                    done: (chunk * CHUNK_BYTES as u64).min(all),
-                    all,
-                });
-                if saved.elapsed() >= self.durable_every || chunk == chunks {
-                    tree.sync().map_err(&fails_tree)?;
-                    self.document.next = Next {
-                        guest: number,
-                        disk: at,
-                        chunk,
-                    };
-                    self.durable(writer)?;
-                    saved = Instant::now();
+        loop {
+            while self.document.next.guest < self.document.guests.len() {
+                match self.keeps_version()? {
+                    true => self.keep_version()?,
+                    false => self.export(writer, now, progress)?,
                 }
             }
-            trees.push(VersionDisk {
-                disk: at as u32,
-                digest: tree.digest().map_err(&fails_tree)?,
-            });
-        }
-        writer.put(&Record::Version(Version {
-            guest: number as u32,
-            version: self.document.version,
-            time: now,
-            consistent: false,
-            disks: trees,
-        }))?;
-        self.document.next = Next {
-            guest: number + 1,
-            ..Next::default()
-        };
-        self.durable(writer)?;
-        for at in 0..guest.disks.len() {
-            let old = self.digests((number, at), self.document.version - 1);
-            match fs::remove_file(&old) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(io_at(&old)(error));
-                }
-                _ => {}
+            if self.document.consolidates || !self.consolidate()? {
+                self.document.consolidates = false;
+                return Ok(());
             }
         }
-        Ok(())
     }
-}
 
-/// Why a chunk cannot be exported.
-enum ReadOrRecord {
-    Read(io::Error),
-    Record(RecordError),
-}
-
-type Encoded = (u8, Vec<u8>, [u8; 32]);
-
-/// Reads and encodes chunks of a disk, at the same time.
-fn encode(
-    (disk, bytes): (&RawDisk, u64),
-    (guest, number): (u32, u32),
-    chunks: std::ops::Range<u64>,
-) -> Vec<Result<Encoded, ReadOrRecord>> {
-    let one = |chunk: u64| {
-        let from = chunk * CHUNK_BYTES as u64;
-        let length = (bytes - from).min(CHUNK_BYTES as u64);
-        let mut content = vec![0; length as usize];
-        disk.read(from, &mut content).map_err(ReadOrRecord::Read)?;
-        let digest = Tree::of_chunk(&content);
-        let record = Record::Chunk(Chunk {
-            guest,
-            disk: number,
-            chunk,
-            content: Some(content),
-        });
-        let (kind, rest) = record.encode().map_err(ReadOrRecord::Record)?;
-        Ok((kind, rest, digest))
-    };
-    let threads = thread::available_parallelism().map_or(1, usize::from) as u64;
-    let each = (chunks.end - chunks.start).div_ceil(threads).max(1);
-    let one = &one;
-    thread::scope(|scope| {
-        let parts: Vec<_> = chunks
-            .clone()
-            .step_by(each as usize)
-            .map(|from| {
-                let part = from..(from + each).min(chunks.end);
-                scope.spawn(move || part.map(one).collect::<Vec<_>>())
-            })
-            .collect();
-        let joined = parts.into_iter().map(|part| part.join());
-        joined
-            .flat_map(|part| part.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    })
+    fn durable(&mut self, writer: &mut Writer) -> Result<(), JobError> {
+        self.document.position = Some(writer.sync()?);
+        self.save()
+    }
 }

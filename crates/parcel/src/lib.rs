@@ -26,7 +26,7 @@ pub use cell::{BODY_BYTES, CELL_BYTES, Cell, Kind, Name};
 pub use device::{Device, DeviceError};
 pub use header::{Earlier, GENERATIONS_MAX, Header, HeaderError, ParcelId, Proof};
 pub use import::{ImportError, ImportedDisk, import};
-pub use job::{Job, JobDisk, JobError, JobGuest, Step};
+pub use job::{Job, JobDisk, JobError, JobGuest, Step, Tracking, Untracked};
 pub use key::{DataKey, Fingerprint, KeyError};
 pub use layout::{DEVICES_MAX, Layout, LayoutError, Roles};
 pub use log::{LogReader, PLAIN_BYTES};

@@ -40,6 +40,23 @@ impl Tree {
         Ok(())
     }
 
+    /// Replaces the first digests of a file by those of another, durably.
+    pub(crate) fn replace_first(path: &Path, by: &Path, chunks: u64) -> io::Result<()> {
+        if chunks == 0 {
+            return Ok(());
+        }
+        let mut all = std::fs::read(by)?;
+        all.truncate((chunks * DIGEST_BYTES) as usize);
+        let old = std::fs::read(path)?;
+        all.extend_from_slice(old.get(all.len()..).unwrap_or_default());
+        let new = path.with_extension("new");
+        let mut file = File::create(&new)?;
+        file.write_all(&all)?;
+        file.sync_all()?;
+        std::fs::rename(&new, path)?;
+        File::open(path.parent().unwrap_or(path))?.sync_all()
+    }
+
     /// Adds the digest of the next chunk.
     pub(crate) fn push(&mut self, digest: [u8; 32]) -> io::Result<()> {
         self.0.write_all(&digest)

@@ -1,6 +1,7 @@
 //! What a job keeps in its folder.
 
 use super::error::{JobError, io_at};
+use super::moment::Since;
 use crate::writer::Position;
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use serde::{Deserialize, Serialize};
@@ -27,6 +28,12 @@ pub(super) struct KnownDisk {
     pub(super) disk: JobDisk,
     /// Its size when the export began. A file may have grown since: what is beyond is not exported.
     pub(super) bytes: u64,
+    /// What its last version lacks; `None` if that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) since: Option<Since>,
+    /// What the version that is exported will lack.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) begun: Option<Since>,
 }
 
 /// A guest as the job keeps it.
@@ -34,6 +41,9 @@ pub(super) struct KnownDisk {
 pub(super) struct KnownGuest {
     pub(super) name: String,
     pub(super) disks: Vec<KnownDisk>,
+    /// Whether its last version is of one moment.
+    #[serde(default)]
+    pub(super) consistent: bool,
 }
 
 impl KnownGuest {
@@ -41,10 +51,16 @@ impl KnownGuest {
     pub(super) fn look(guest: JobGuest) -> Result<Self, JobError> {
         let each = guest.disks.into_iter().map(|disk| {
             let bytes = RawDisk::open_to_read(&disk.path)?.size_bytes();
-            Ok(KnownDisk { disk, bytes })
+            Ok(KnownDisk {
+                disk,
+                bytes,
+                since: None,
+                begun: None,
+            })
         });
         Ok(Self {
             name: guest.name,
+            consistent: false,
             disks: each.collect::<Result<_, JobError>>()?,
         })
     }
@@ -67,6 +83,16 @@ pub(super) struct Next {
     pub(super) chunk: u64,
 }
 
+impl Next {
+    /// The beginning of a guest.
+    pub(super) fn begin(guest: usize) -> Self {
+        Self {
+            guest,
+            ..Self::default()
+        }
+    }
+}
+
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Document {
     pub(super) name: String,
@@ -80,6 +106,9 @@ pub(super) struct Document {
     /// The version that is exported, or was.
     pub(super) version: u64,
     pub(super) next: Next,
+    /// Whether only guests whose last version is of no moment get this one.
+    #[serde(default)]
+    pub(super) consolidates: bool,
     pub(super) sealed: bool,
 }
 

@@ -6,6 +6,7 @@ use crate::reader::OpenError;
 use crate::record::RecordError;
 use crate::writer::WriteError;
 use longhaul_storage::disk::OpenError as OpenDiskError;
+use longhaul_storage::front::tracking::CheckpointError;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -72,6 +73,9 @@ pub enum JobError {
     /// A key cannot be used.
     #[error(transparent)]
     Key(#[from] KeyError),
+    /// A moment of a guest's disks is lost.
+    #[error("the disks cannot be exported as of one moment: {0}")]
+    Moment(CheckpointError),
     /// What is exported is not one of the format.
     #[error(transparent)]
     Record(#[from] RecordError),

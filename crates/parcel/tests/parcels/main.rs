@@ -11,5 +11,6 @@ mod fuzz_replay;
 mod interrupted;
 mod jobs;
 mod lost;
+mod moments;
 mod python;
 mod stage;

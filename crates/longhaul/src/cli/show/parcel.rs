@@ -17,6 +17,7 @@ pub(crate) fn verifying(name: &str, read: u64, all: u64, width: usize) -> Line {
 /// Formats the progress of an export.
 pub(crate) fn exporting(step: &Step<'_>, width: usize) -> Line {
     match *step {
+        Step::MomentLost { guest, why } => Line::text(format!("{guest}: {why}")),
         Step::Exports { disk, done, all } => under_way(
             format!("exporting {disk}"),
             done,

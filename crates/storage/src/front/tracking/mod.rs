@@ -29,7 +29,7 @@ pub use rounds::{Changed, begin, begin_in};
 use super::folder::FrontFolder;
 use super::server::{ServeError, serve};
 use super::watched::WatchedDisk;
-use crate::disk::RawDisk;
+use crate::disk::{Disk, RawDisk};
 use crate::files::RealFiles;
 use crate::nbd::{Export, Notice};
 use gate::Gate;
@@ -45,18 +45,25 @@ pub fn tracking(
     folder: &FrontFolder,
     notify: impl Fn(Notice) + Send + Sync + 'static,
 ) -> Result<(), ServeError> {
-    let spec = folder.spec()?;
+    let name = folder.spec()?.name;
     let open = || {
-        let round = rounds::open_current(&RealFiles, &folder.tracked_writes())?;
-        let disk = RawDisk::open(&spec.image, spec.size)?;
-        let gate = Arc::new(Gate::new(round));
-        control::listen(folder, &gate)?;
-        let sink = gate;
-        let disk = Arc::new(WatchedDisk { disk, sink });
-        let name = spec.name;
+        let disk = tracked_disk(folder)?;
         Ok(Export { name, disk })
     };
     serve(folder, open, notify)
+}
+
+/// Opens the image of an export as a disk whose writes are recorded, and accepts checkpoints.
+///
+/// # Errors
+/// When the record or the image cannot be opened.
+pub fn tracked_disk(folder: &FrontFolder) -> Result<Arc<dyn Disk>, ServeError> {
+    let spec = folder.spec()?;
+    let round = rounds::open_current(&RealFiles, &folder.tracked_writes())?;
+    let disk = RawDisk::open(&spec.image, spec.size)?;
+    let gate = Arc::new(Gate::new(round));
+    control::listen(folder, &gate)?;
+    Ok(Arc::new(WatchedDisk { disk, sink: gate }))
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Tests of the record and of checkpoints.
 
 use super::*;
-use crate::disk::{Disk, ExportSize, Zeros};
+use crate::disk::{ExportSize, Zeros};
 use crate::front::folder::FrontSpec;
 use crate::nbd::ExportName;
 use std::fs::File;
@@ -50,15 +50,8 @@ impl Fixture {
     }
 
     /// Returns the disk as a server has it.
-    fn disk(&self) -> WatchedDisk<Arc<Gate>> {
-        let record = self.front.tracked_writes();
-        let gate = Gate::new(rounds::open_current(&RealFiles, &record).unwrap());
-        let gate = Arc::new(gate);
-        control::listen(&self.front, &gate).unwrap();
-        WatchedDisk {
-            disk: RawDisk::open(&self.image, self.front.spec().unwrap().size).unwrap(),
-            sink: gate,
-        }
+    fn disk(&self) -> Arc<dyn Disk> {
+        tracked_disk(&self.front).unwrap()
     }
 
     fn changed(&self) -> Changed {

@@ -1,0 +1,440 @@
+//! Exports a guest's disks: as they are when they are read, or at a moment.
+
+use super::document::{KnownDisk, KnownGuest, Next};
+use super::error::{JobError, io_at};
+use super::moment::{self, Moment};
+use super::{Job, Step};
+use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, RecordError, Version, VersionDisk};
+use crate::tree::{Before, Tree};
+use crate::writer::Writer;
+use longhaul_storage::disk::{Disk as _, RawDisk};
+use longhaul_storage::front::tracking::{Checkpoint, CheckpointError};
+use std::cmp::Ordering;
+use std::fs;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Instant;
+
+/// Chunks that are read and compressed at the same time.
+const BATCH: u64 = 16;
+/// Moments that may be lost in one run. After that the guest is exported as it is.
+const MOMENTS: usize = 3;
+
+/// Where the content of a disk is read.
+enum Content<'a> {
+    /// As it is.
+    Disk(RawDisk),
+    /// As it was at a moment.
+    Moment(&'a mut Checkpoint),
+}
+
+impl Content<'_> {
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        match self {
+            Self::Disk(disk) => disk.read(offset, buffer),
+            Self::Moment(checkpoint) => checkpoint.read(offset, buffer),
+        }
+    }
+
+    /// Returns whether bytes are known to be those of the version before.
+    fn is_unchanged(&self, bytes: &Range<u64>) -> bool {
+        match self {
+            Self::Disk(_) => false,
+            Self::Moment(checkpoint) => !checkpoint.has_changed(bytes),
+        }
+    }
+
+    /// Confirms what was read before this byte.
+    fn copied(&mut self, to: u64) -> Result<(), CheckpointError> {
+        match self {
+            Self::Disk(_) => Ok(()),
+            Self::Moment(checkpoint) => checkpoint.copied(to),
+        }
+    }
+}
+
+/// Why a guest was not exported.
+enum Failure {
+    /// The moment is lost, for this reason.
+    Moment(CheckpointError),
+    Job(JobError),
+}
+
+impl<E: Into<JobError>> From<E> for Failure {
+    fn from(error: E) -> Self {
+        Self::Job(error.into())
+    }
+}
+
+impl Job {
+    /// Exports the rest of the next guest: of one moment if its writes are tracked and a version
+    /// of it exists.
+    pub(super) fn export(
+        &mut self,
+        writer: &mut Writer,
+        now: u64,
+        progress: &mut dyn FnMut(&Step<'_>),
+    ) -> Result<(), JobError> {
+        let number = self.document.next.guest;
+        for _ in 0..MOMENTS {
+            let Some(mut moment) = self.moment(number, progress)? else {
+                break;
+            };
+            match self.export_guest(writer, now, Some(&mut moment), progress) {
+                Ok(()) => {
+                    moment.forget();
+                    return Ok(());
+                }
+                Err(Failure::Job(error)) => return Err(error),
+                Err(Failure::Moment(error)) => progress(&Step::MomentLost {
+                    guest: &self.name_of(number),
+                    why: &error.to_string(),
+                }),
+            }
+        }
+        match self.export_guest(writer, now, None, progress) {
+            Ok(()) => Ok(()),
+            Err(Failure::Job(error)) => Err(error),
+            Err(Failure::Moment(error)) => Err(JobError::Moment(error)),
+        }
+    }
+
+    fn name_of(&self, guest: usize) -> String {
+        let guest = self.document.guests.get(guest);
+        guest.map_or_else(String::new, |guest| guest.name.clone())
+    }
+
+    /// Takes a moment of a guest, and begins its version at that moment again.
+    fn moment(
+        &mut self,
+        number: usize,
+        progress: &mut dyn FnMut(&Step<'_>),
+    ) -> Result<Option<Moment>, JobError> {
+        let Some(guest) = self.document.guests.get(number).cloned() else {
+            return Ok(None);
+        };
+        let has_version = |at| {
+            self.digests((number, at), self.document.version - 1)
+                .exists()
+        };
+        if !(0..guest.disks.len()).all(has_version) {
+            return Ok(None);
+        }
+        let Some(exports) = moment::exports(&*self.tracking, &guest)? else {
+            return Ok(None);
+        };
+        match Moment::of(&guest, exports) {
+            Ok(moment) => {
+                self.begin_again(number, &guest)?;
+                Ok(Some(moment))
+            }
+            Err(error) => {
+                let (guest, why) = (&*guest.name, &*error.to_string());
+                progress(&Step::MomentLost { guest, why });
+                Ok(None)
+            }
+        }
+    }
+
+    /// Begins the version of a guest again: what was put into the parcel since the version before
+    /// counts as that version's content.
+    fn begin_again(&mut self, number: usize, guest: &KnownGuest) -> Result<(), JobError> {
+        let next = self.document.next;
+        if next == Next::begin(number) {
+            return Ok(());
+        }
+        let version = self.document.version;
+        for (at, known) in guest.disks.iter().enumerate() {
+            let chunks = match at.cmp(&next.disk) {
+                Ordering::Less => known.bytes.div_ceil(CHUNK_BYTES as u64),
+                Ordering::Equal => next.chunk,
+                Ordering::Greater => 0,
+            };
+            let newer = self.digests((number, at), version);
+            let before = self.digests((number, at), version - 1);
+            Tree::replace_first(&before, &newer, chunks).map_err(io_at(&before))?;
+        }
+        self.document.next = Next::begin(number);
+        self.save()
+    }
+
+    /// Exports the rest of a guest.
+    fn export_guest(
+        &mut self,
+        writer: &mut Writer,
+        now: u64,
+        mut moment: Option<&mut Moment>,
+        progress: &mut dyn FnMut(&Step<'_>),
+    ) -> Result<(), Failure> {
+        let number = self.document.next.guest;
+        let Some(guest) = self.document.guests.get_mut(number) else {
+            return Ok(());
+        };
+        match &moment {
+            Some(moment) => {
+                for (known, checkpoint) in guest.disks.iter_mut().zip(&moment.checkpoints) {
+                    known.bytes = checkpoint.image_bytes();
+                }
+            }
+            None if self.document.next == Next::begin(number) => {
+                let exports = moment::exports(&*self.tracking, guest)?;
+                moment::begins(guest, exports.as_deref());
+            }
+            None => {}
+        }
+        let guest = guest.clone();
+        self.save()?;
+        writer.put(&record_of(number, &guest))?;
+        let mut trees = Vec::new();
+        for (at, known) in guest.disks.iter().enumerate() {
+            let checkpoint = moment.as_mut().and_then(|it| it.checkpoints.get_mut(at));
+            let content = match checkpoint {
+                Some(checkpoint) => Content::Moment(checkpoint),
+                None => Content::Disk(RawDisk::open_to_read(&known.disk.path)?),
+            };
+            let digest = self.export_disk(writer, (number, at), (known, content), progress)?;
+            trees.push(VersionDisk {
+                disk: at as u32,
+                digest,
+            });
+        }
+        writer.put(&Record::Version(Version {
+            guest: number as u32,
+            version: self.document.version,
+            time: now,
+            consistent: moment.is_some(),
+            disks: trees,
+        }))?;
+        self.document.next = Next::begin(number + 1);
+        if let Some(guest) = self.document.guests.get_mut(number) {
+            guest.consistent = moment.is_some();
+            match moment {
+                // The version must be durable before a record forgets what it has.
+                Some(moment) => moment.is_durable(guest)?,
+                None => {
+                    for known in &mut guest.disks {
+                        known.since = known.begun.take();
+                    }
+                }
+            }
+        }
+        self.durable(writer)?;
+        for at in 0..guest.disks.len() {
+            let old = self.digests((number, at), self.document.version - 1);
+            remove(&old)?;
+        }
+        Ok(())
+    }
+
+    /// Exports the rest of a disk, and returns its digest.
+    fn export_disk(
+        &mut self,
+        writer: &mut Writer,
+        (number, at): (usize, usize),
+        (known, mut content): (&KnownDisk, Content<'_>),
+        progress: &mut dyn FnMut(&Step<'_>),
+    ) -> Result<String, Failure> {
+        let path = self.digests((number, at), self.document.version);
+        let mut tree = Tree::open(&path).map_err(io_at(&path))?;
+        let before = self.digests((number, at), self.document.version - 1);
+        let before = Before::open(&before).map_err(io_at(&before))?;
+        let (fails, fails_tree) = (io_at(&known.disk.path), io_at(&path));
+        let all = known.bytes;
+        let chunks = all.div_ceil(CHUNK_BYTES as u64);
+        // A disk that is complete is not read again.
+        let mut chunk = match at.cmp(&self.document.next.disk) {
+            Ordering::Less => chunks,
+            Ordering::Equal => self.document.next.chunk,
+            Ordering::Greater => 0,
+        };
+        tree.cut(chunk).map_err(&fails_tree)?;
+        let mut saved = Instant::now();
+        while chunk < chunks {
+            let end = (chunk + BATCH).min(chunks);
+            let old = before.digests(chunk..end).map_err(&fails_tree)?;
+            let batch = encode((&content, all), (number as u32, at as u32), chunk, &old);
+            if let Err(error) = content.copied((end * CHUNK_BYTES as u64).min(all)) {
+                // What the parcel has of it is noted before it is exported again.
+                self.note((number, at, chunk), &tree, &path, writer)?;
+                return Err(Failure::Moment(error));
+            }
+            for (read, old) in batch.into_iter().zip(old) {
+                let digest = match read {
+                    Ok(Read::Unchanged(digest)) => digest,
+                    Ok(Read::Encoded(kind, rest, digest)) => {
+                        if old != Some(digest) {
+                            writer.put_encoded(kind, &rest)?;
+                        }
+                        digest
+                    }
+                    Err(ReadOrRecord::Read(error)) => return Err(fails(error).into()),
+                    Err(ReadOrRecord::Record(error)) => return Err(error.into()),
+                };
+                tree.push(digest).map_err(&fails_tree)?;
+            }
+            chunk = end;
+            progress(&Step::Exports {
+                disk: &known.disk.name,
+                done: (chunk * CHUNK_BYTES as u64).min(all),
+                all,
+            });
+            if saved.elapsed() >= self.durable_every || chunk == chunks {
+                self.note((number, at, chunk), &tree, &path, writer)?;
+                saved = Instant::now();
+            }
+        }
+        Ok(tree.digest().map_err(&fails_tree)?)
+    }
+
+    /// Notes durably how far an export has come.
+    fn note(
+        &mut self,
+        (guest, disk, chunk): (usize, usize, u64),
+        tree: &Tree,
+        path: &Path,
+        writer: &mut Writer,
+    ) -> Result<(), JobError> {
+        tree.sync().map_err(io_at(path))?;
+        self.document.next = Next { guest, disk, chunk };
+        self.durable(writer)
+    }
+
+    /// Returns whether the version of a guest is of no moment, although its writes are tracked.
+    fn lacks_moment(&self, guest: &KnownGuest) -> Result<bool, JobError> {
+        Ok(!guest.consistent && moment::exports(&*self.tracking, guest)?.is_some())
+    }
+
+    /// Lets guests whose writes are tracked have another version, of one moment, if their last one
+    /// has none. Returns whether there are any. The others keep their version.
+    pub(super) fn consolidate(&mut self) -> Result<bool, JobError> {
+        let mut any = false;
+        for guest in &self.document.guests {
+            any |= self.lacks_moment(guest)?;
+        }
+        if any {
+            self.document.version += 1;
+            self.document.next = Next::default();
+            self.document.consolidates = true;
+            self.save()?;
+        }
+        Ok(any)
+    }
+
+    /// Returns whether the next guest keeps its version.
+    pub(super) fn keeps_version(&self) -> Result<bool, JobError> {
+        let next = self.document.next;
+        let Some(guest) = self.document.guests.get(next.guest) else {
+            return Ok(false);
+        };
+        // A version that was begun is completed: the parcel has a part of it.
+        let is_begun = next != Next::begin(next.guest);
+        Ok(self.document.consolidates && !is_begun && !self.lacks_moment(guest)?)
+    }
+
+    /// Keeps the version of a guest that lacks nothing, under the number of this one.
+    pub(super) fn keep_version(&mut self) -> Result<(), JobError> {
+        let number = self.document.next.guest;
+        let disks = self
+            .document
+            .guests
+            .get(number)
+            .map_or(0, |guest| guest.disks.len());
+        for at in 0..disks {
+            let old = self.digests((number, at), self.document.version - 1);
+            let new = self.digests((number, at), self.document.version);
+            match fs::rename(&old, &new) {
+                // An interrupted command has done it.
+                Err(error) if error.kind() == io::ErrorKind::NotFound && new.exists() => {}
+                renamed => renamed.map_err(io_at(&old))?,
+            }
+        }
+        self.document.next = Next::begin(number + 1);
+        self.save()
+    }
+}
+
+fn remove(path: &PathBuf) -> Result<(), JobError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io_at(path)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// Returns the record of a guest.
+fn record_of(number: usize, guest: &KnownGuest) -> Record {
+    let disks = guest.disks.iter().zip(0..);
+    Record::Guest(Guest {
+        guest: number as u32,
+        name: guest.name.clone(),
+        disks: disks
+            .map(|(known, number)| Disk {
+                disk: number,
+                name: known.disk.name.clone(),
+                bytes: known.bytes,
+            })
+            .collect(),
+        description: serde_json::Value::Null,
+    })
+}
+
+/// Why a chunk cannot be exported.
+enum ReadOrRecord {
+    Read(io::Error),
+    Record(RecordError),
+}
+
+/// A chunk of a disk.
+enum Read {
+    /// It is that of the version before, and was not read.
+    Unchanged([u8; 32]),
+    /// The kind of the record, its bytes, and the digest of the chunk.
+    Encoded(u8, Vec<u8>, [u8; 32]),
+}
+
+/// Reads and encodes chunks of a disk from this one on, at the same time; `old` has their digests
+/// in the version before.
+fn encode(
+    (disk, bytes): (&Content<'_>, u64),
+    (guest, number): (u32, u32),
+    first: u64,
+    old: &[Option<[u8; 32]>],
+) -> Vec<Result<Read, ReadOrRecord>> {
+    let one = |(chunk, old): (u64, &Option<[u8; 32]>)| {
+        let from = chunk * CHUNK_BYTES as u64;
+        let length = (bytes - from).min(CHUNK_BYTES as u64);
+        if let Some(old) = old
+            && disk.is_unchanged(&(from..from + length))
+        {
+            return Ok(Read::Unchanged(*old));
+        }
+        let mut content = vec![0; length as usize];
+        disk.read(from, &mut content).map_err(ReadOrRecord::Read)?;
+        let digest = Tree::of_chunk(&content);
+        let record = Record::Chunk(Chunk {
+            guest,
+            disk: number,
+            chunk,
+            content: Some(content),
+        });
+        let (kind, rest) = record.encode().map_err(ReadOrRecord::Record)?;
+        Ok(Read::Encoded(kind, rest, digest))
+    };
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    let each = old.len().div_ceil(threads).max(1);
+    let one = &one;
+    thread::scope(|scope| {
+        let parts: Vec<_> = (first..)
+            .step_by(each)
+            .zip(old.chunks(each))
+            .map(|(from, part)| {
+                scope.spawn(move || (from..).zip(part).map(one).collect::<Vec<_>>())
+            })
+            .collect();
+        let joined = parts.into_iter().map(|part| part.join());
+        joined
+            .flat_map(|part| part.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
+}

@@ -1,0 +1,189 @@
+//! The moment that a version of a guest's disks has: a checkpoint of the exports that track them.
+
+use super::document::KnownGuest;
+use super::error::{JobError, io_at};
+use longhaul_storage::front::FrontFolder;
+use longhaul_storage::front::tracking::{
+    self, Checkpoint, CheckpointError, Held, Request, TrackingId,
+};
+use nix::sys::statvfs::statvfs;
+use serde::{Deserialize, Serialize};
+use std::fmt::Debug;
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+/// How long a guest's writes may wait for a checkpoint.
+const HOLD: Duration = Duration::from_millis(500);
+/// Attempts at a checkpoint: a slow disk may not complete its writes in time.
+const ATTEMPTS: usize = 3;
+/// Which part of a file system's free room a copy-before-write log may take.
+const LOG_PART: u64 = 2;
+
+/// Finds the exports that track the writes to guests' disks.
+pub trait Tracking: Debug {
+    /// Returns the export that records the writes of a guest to an image now; `None` where there is
+    /// none, or where it may not know all of them.
+    ///
+    /// # Errors
+    /// When that cannot be found out.
+    fn export_of(&self, guest: &str, image: &Path) -> io::Result<Option<FrontFolder>>;
+}
+
+/// No writes are tracked.
+#[derive(Debug)]
+pub struct Untracked;
+
+impl Tracking for Untracked {
+    fn export_of(&self, _: &str, _: &Path) -> io::Result<Option<FrontFolder>> {
+        Ok(None)
+    }
+}
+
+/// Since when a record has what is not in the last version of a disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Since {
+    record: TrackingId,
+    /// The first round that is not in it.
+    from: u64,
+}
+
+impl Since {
+    /// Returns what a copy that begins now will lack. What was written before is durable when this
+    /// returns: a power cut does not take it back.
+    fn now(export: &FrontFolder, image: &Path) -> Result<Self, CheckpointError> {
+        let from = tracking::current(export)?;
+        File::open(image)?.sync_data()?;
+        let record = TrackingId::of(export)?;
+        Ok(Self { record, from })
+    }
+}
+
+/// Returns the exports that track all disks of a guest now; `None` if one of them is not tracked.
+pub(super) fn exports(
+    tracking: &dyn Tracking,
+    guest: &KnownGuest,
+) -> Result<Option<Vec<FrontFolder>>, JobError> {
+    let each = guest.disks.iter().map(|known| {
+        let image = &known.disk.path;
+        tracking.export_of(&guest.name, image).map_err(io_at(image))
+    });
+    each.collect()
+}
+
+/// Notes for each disk of a guest what a copy that begins now will lack; nothing where its writes
+/// are not tracked.
+pub(super) fn begins(guest: &mut KnownGuest, exports: Option<&[FrontFolder]>) {
+    for (at, known) in guest.disks.iter_mut().enumerate() {
+        let export = exports.and_then(|exports| exports.get(at));
+        // Without a server that answers, the next version compares the whole disk.
+        known.begun = export.and_then(|export| Since::now(export, &known.disk.path).ok());
+    }
+}
+
+/// A moment of all disks of a guest.
+#[derive(Debug)]
+pub(super) struct Moment {
+    pub(super) checkpoints: Vec<Checkpoint>,
+    records: Vec<TrackingId>,
+    exports: Vec<FrontFolder>,
+}
+
+impl Moment {
+    /// Holds the writes to all disks of a guest, and lets them go on.
+    ///
+    /// # Errors
+    /// When a server does not answer, or writes are not complete in time, again and again.
+    pub(super) fn of(
+        guest: &KnownGuest,
+        exports: Vec<FrontFolder>,
+    ) -> Result<Self, CheckpointError> {
+        let records: Vec<TrackingId> = exports
+            .iter()
+            .map(TrackingId::of)
+            .collect::<Result<_, _>>()?;
+        let mut from: Vec<Option<u64>> = guest
+            .disks
+            .iter()
+            .zip(&records)
+            .map(|(known, record)| {
+                let since = known.since.as_ref();
+                Some(since.filter(|since| since.record == *record)?.from)
+            })
+            .collect();
+        let mut attempt = 1;
+        let checkpoints = loop {
+            match checkpoints(&exports, &mut from) {
+                Ok(checkpoints) => break checkpoints,
+                Err(error) if attempt == ATTEMPTS => return Err(error),
+                Err(_) => attempt += 1,
+            }
+        };
+        Ok(Self {
+            checkpoints,
+            records,
+            exports,
+        })
+    }
+
+    /// Notes that the version of this moment is durable. What was copied is durable in the images
+    /// first: a power cut takes back none of it.
+    pub(super) fn is_durable(&self, guest: &mut KnownGuest) -> Result<(), JobError> {
+        let each = self.checkpoints.iter().zip(&self.records);
+        for (known, (checkpoint, record)) in guest.disks.iter_mut().zip(each) {
+            let image = &known.disk.path;
+            let synced = File::open(image).and_then(|image| image.sync_data());
+            synced.map_err(io_at(image))?;
+            known.begun = None;
+            known.since = Some(Since {
+                record: record.clone(),
+                from: checkpoint.round() + 1,
+            });
+        }
+        Ok(())
+    }
+
+    /// Lets the records forget what the version has. It is noted durably.
+    pub(super) fn forget(self) {
+        for (checkpoint, export) in self.checkpoints.into_iter().zip(&self.exports) {
+            let round = checkpoint.round();
+            drop(checkpoint);
+            // Rounds that are not forgotten only take room: the next checkpoint does not copy them,
+            // and lets them be forgotten with its own.
+            let _ = tracking::ship(export, round);
+        }
+    }
+}
+
+/// Holds all disks, and commits them.
+fn checkpoints(
+    exports: &[FrontFolder],
+    from: &mut [Option<u64>],
+) -> Result<Vec<Checkpoint>, CheckpointError> {
+    let mut held = Vec::new();
+    for (export, from) in exports.iter().zip(from) {
+        let mut request = Request {
+            from: *from,
+            hold: HOLD,
+            log_bytes_max: log_bytes_max(export)?,
+        };
+        let prepared = match Held::prepare(export, &request) {
+            // All of it is copied.
+            Err(CheckpointError::Forgotten) => {
+                (*from, request.from) = (None, None);
+                Held::prepare(export, &request)
+            }
+            prepared => prepared,
+        };
+        held.push(prepared?);
+    }
+    held.into_iter().map(Held::commit).collect()
+}
+
+/// Returns how long the log of an export may become: whatever it takes, its file system keeps room.
+fn log_bytes_max(export: &FrontFolder) -> Result<u64, CheckpointError> {
+    let record = export.tracked_writes();
+    let room = statvfs(&record).map_err(io::Error::from)?;
+    Ok(room.blocks_available() * room.fragment_size() / LOG_PART)
+}
