@@ -28,13 +28,8 @@ const BYTES: [u64; 2] = [24 * MIB + 4096, 3 * MIB + 512];
 #[derive(Debug, Clone)]
 struct Operation {
     places: [u64; 2],
-}
-
-impl Operation {
-    /// What it writes to a disk, with the offsets.
-    fn writes(&self, number: u64, disk: usize) -> [(u64, [u8; 8]); 2] {
-        [(0, number), (self.places[disk], !number)].map(|(at, it)| (at, it.to_le_bytes()))
-    }
+    /// Whether it writes what was there at first.
+    reverts: bool,
 }
 
 /// A guest that runs here, and what it has written.
@@ -112,12 +107,32 @@ impl Machine {
         self.fronts.0.lock().unwrap().clear();
     }
 
+    /// Returns what an operation writes to a disk, with the offsets.
+    fn writes(&self, operation: &Operation, number: u64, disk: usize) -> [(u64, [u8; 8]); 2] {
+        let at = operation.places[disk];
+        let bytes = match operation.reverts {
+            true => self.initial[disk][at as usize..at as usize + 8]
+                .try_into()
+                .unwrap(),
+            false => (!number).to_le_bytes(),
+        };
+        [(0, number.to_le_bytes()), (at, bytes)]
+    }
+
     fn write(&mut self, dice: &mut Dice) {
-        let places = BYTES.map(|bytes| 4096 + dice.below(bytes / 8 - 512) * 8);
-        let operation = Operation { places };
+        let reverts = !self.operations.is_empty() && dice.below(3) == 0;
+        let places = match reverts {
+            // Those of one of the last operations.
+            true => {
+                let back = 1 + dice.below(4.min(self.operations.len() as u64)) as usize;
+                self.operations[self.operations.len() - back].places
+            }
+            false => BYTES.map(|bytes| 4096 + dice.below(bytes / 8 - 512) * 8),
+        };
+        let operation = Operation { places, reverts };
         let number = self.operations.len() as u64 + 1;
         for (disk, path) in self.paths.iter().enumerate() {
-            for (at, bytes) in operation.writes(number, disk) {
+            for (at, bytes) in self.writes(&operation, number, disk) {
                 match self.disks.get(disk) {
                     Some(tracked) => tracked.write(at, &bytes).unwrap(),
                     None => {
@@ -136,7 +151,7 @@ impl Machine {
         let first = &self.operations[..operations];
         for (number, operation) in (1..).zip(first) {
             for (disk, content) in disks.iter_mut().enumerate() {
-                for (at, bytes) in operation.writes(number, disk) {
+                for (at, bytes) in self.writes(operation, number, disk) {
                     content[at as usize..at as usize + 8].copy_from_slice(&bytes);
                 }
             }
@@ -301,10 +316,11 @@ fn a_top_up_reads_only_what_may_have_changed() {
     file.write_all_at(&[7; 8], behind).unwrap();
     let elsewhere = Operation {
         places: [8192, 8192],
+        reverts: false,
     };
     for (disk, tracked) in machine.disks.iter().enumerate() {
         let number = machine.operations.len() as u64 + 1;
-        for (at, bytes) in elsewhere.writes(number, disk) {
+        for (at, bytes) in machine.writes(&elsewhere, number, disk) {
             tracked.write(at, &bytes).unwrap();
         }
     }
