@@ -273,6 +273,7 @@ fn bring(
             bytes,
             digest,
             time,
+            ..
         } = disk;
         ImportedDocument {
             guest,

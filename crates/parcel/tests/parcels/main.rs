@@ -13,3 +13,4 @@ mod jobs;
 mod lost;
 mod python;
 mod stage;
+mod steps;
