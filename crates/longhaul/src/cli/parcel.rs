@@ -6,6 +6,8 @@ mod plan;
 mod source;
 mod steps;
 
+#[cfg(test)]
+pub(crate) use plan::compare;
 pub(crate) use plan::{PlanDocument, WayDocument};
 pub(crate) use source::{CheckDocument, ListDocument, Listed, StatusDocument};
 pub(crate) use steps::{StepDocument, StepState, count};

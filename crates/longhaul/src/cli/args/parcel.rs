@@ -164,7 +164,7 @@ pub(crate) struct ShipArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ComparedArgs {
     /// A parcel: its guests' images count, with what they have allocated
-    #[arg(required_unless_present = "bytes", conflicts_with_all = ["bytes", "guests"])]
+    #[arg(conflicts_with_all = ["bytes", "guests"])]
     pub(crate) name: Option<String>,
     /// How much all disks have
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]

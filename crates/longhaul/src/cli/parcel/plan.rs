@@ -43,7 +43,7 @@ pub(crate) struct PlanDocument {
 }
 
 /// Returns the comparison. `now` is in seconds since 1970.
-pub(super) fn compare((bytes, guests): (u64, u64), args: &ComparedArgs, now: u64) -> PlanDocument {
+pub(crate) fn compare((bytes, guests): (u64, u64), args: &ComparedArgs, now: u64) -> PlanDocument {
     let changed = match args.changed_per_day {
         Changes::Bytes(bytes) => bytes as f64,
         Changes::Part(part) => part * bytes as f64,
@@ -102,7 +102,14 @@ pub(super) fn plan(
 ) -> Result<u8, CliError> {
     let content = match (&args.name, args.bytes) {
         (Some(name), _) => source::allocated(&config()?, name)?,
-        (None, bytes) => (bytes.unwrap_or_default(), args.guests),
+        (None, Some(bytes)) => (bytes, args.guests),
+        (None, None) => {
+            let hint = "longhaul parcel plan NAME, or longhaul parcel plan --bytes 20TiB";
+            return Err(CliError::usage(
+                "nothing says how much is to be moved",
+                hint,
+            ));
+        }
     };
     let document = compare(content, args, now_s());
     super::super::show(output, &document, || shown::planned(&document))?;

@@ -33,6 +33,19 @@ pub(crate) struct StatusDocument {
     pub(crate) steps: Vec<StepDocument>,
 }
 
+impl StatusDocument {
+    /// Adds the steps to what a parcel says.
+    pub(crate) fn of(status: Status, left: Vec<String>, copies: Vec<PathBuf>) -> Self {
+        let steps = steps(&status, &left, &copies);
+        Self {
+            status,
+            left,
+            copies,
+            steps,
+        }
+    }
+}
+
 /// A parcel in a list.
 #[derive(Debug, Serialize)]
 pub(crate) struct Listed {
@@ -203,13 +216,7 @@ fn document(job: &Job) -> Result<StatusDocument, CliError> {
     let copies = status.guests.iter().flat_map(|guest| &guest.disks);
     let copies = copies.map(|disk| set_aside_as(&disk.path));
     let copies: Vec<PathBuf> = copies.filter(|path| is_there(path)).collect();
-    let steps = steps(&status, &left, &copies);
-    Ok(StatusDocument {
-        status,
-        left,
-        copies,
-        steps,
-    })
+    Ok(StatusDocument::of(status, left, copies))
 }
 
 fn show_status(output: &Output, job: &Job) -> Result<u8, CliError> {

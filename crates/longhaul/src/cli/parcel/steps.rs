@@ -97,7 +97,7 @@ fn export(status: &Status) -> Known {
         }
         (_, true, Some(disk)) => {
             let why = format!("{} was added since the seal", disk.name);
-            (false, format!("{why}: longhaul parcel top-up {name}"))
+            (false, format!("longhaul parcel top-up {name}: {why}"))
         }
         (false, false, _) => (
             false,
@@ -106,8 +106,10 @@ fn export(status: &Status) -> Known {
         (true, false, _) => {
             let at = goes_on(status);
             let at = at.unwrap_or_else(|| "with reading everything back".to_owned());
-            let what = format!("version {version} is not complete, and goes on {at}");
-            (false, format!("{what}: longhaul parcel export {name}"))
+            (
+                false,
+                format!("longhaul parcel export {name}: version {version} goes on {at}"),
+            )
         }
     };
     Known {

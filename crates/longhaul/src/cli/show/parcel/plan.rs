@@ -5,14 +5,20 @@ use crate::cli::parcel::{PlanDocument, WayDocument, count};
 use crate::cli::show::figure::{UNKNOWN, byte_rate, bytes};
 use longhaul_protocol::units::{show_bit_rate, show_bytes};
 
-/// Formats a time in days, or hours if it is short.
+/// Formats a time in days, or hours or minutes if it is short.
 fn days(s: u64) -> String {
-    let (hours, days) = (s as f64 / 3600.0, s as f64 / 86_400.0);
+    let value = |per: f64, one: &str| {
+        let value = s as f64 / per;
+        match format!("{value:.1}").trim_end_matches(".0") {
+            "1" => format!("1 {one}"),
+            value => format!("{value} {one}s"),
+        }
+    };
     match s {
         0..7200 => format!("{} min", s / 60),
-        7200..172_800 => format!("{hours:.1} h"),
-        172_800..8_640_000 => format!("{days:.1} days"),
-        8_640_000.. => format!("{days:.0} days"),
+        7200..86_400 => value(3600.0, "hour"),
+        86_400..8_640_000 => value(86_400.0, "day"),
+        8_640_000.. => format!("{} days", s / 86_400),
     }
 }
 
@@ -77,7 +83,11 @@ pub(crate) fn planned(document: &PlanDocument) -> Vec<Line> {
     rows.extend(document.ways.iter().map(|way| row(way, is_first(way))));
     lines.extend(table(rows));
     lines.extend(first.map(|way| Line::text(format!("  done first: {}", name(way).trim()))));
+    let ends = document.ways.iter().all(|way| way.done_s.is_some());
     lines.push(Line::text(match document.guests_from {
+        _ if !ends => {
+            "  the disks change faster than the link carries: no move of them would end".to_owned()
+        }
         Some(guests) => format!(
             "  with this courier the parcel is done earlier from {} of this size on",
             count(guests, "guest")
@@ -92,10 +102,54 @@ pub(crate) fn planned(document: &PlanDocument) -> Vec<Line> {
         byte_rate(document.device_bytes_per_s),
         byte_rate(document.disk_bytes_per_s)
     )));
-    if document.ways.iter().any(|way| way.done_s.is_none()) {
-        lines.push(Line::text(
-            "  the disks change faster than the link carries: no move of them would end",
-        ));
-    }
     lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::args::{Changes, ComparedArgs};
+    use crate::cli::paint::golden;
+    use crate::cli::parcel::compare;
+
+    const NOW: u64 = 1_800_000_000;
+
+    fn figures() -> ComparedArgs {
+        ComparedArgs {
+            name: None,
+            bytes: None,
+            guests: 1,
+            rate: 100_000_000,
+            changed_per_day: Changes::Part(0.005),
+            courier_days: 1.0,
+            leaves_in: 10.0,
+            courier_cost: 300.0,
+            link_cost_per_gb: 0.05,
+            device_rate: 150 << 20,
+            disk_rate: 500 << 20,
+        }
+    }
+
+    #[test]
+    fn the_ways_are_below_each_other() {
+        let tib = |tib: u64| tib << 40;
+        let mut lines = planned(&compare((tib(20), 40), &figures(), NOW));
+        lines.push(Line::default());
+        // The link is earlier.
+        let fast = ComparedArgs {
+            rate: 2_000_000_000,
+            leaves_in: 0.0,
+            courier_days: 0.5,
+            ..figures()
+        };
+        lines.extend(planned(&compare((tib(1), 1), &fast, NOW)));
+        lines.push(Line::default());
+        // The disks change faster than the link carries.
+        let busy = ComparedArgs {
+            changed_per_day: Changes::Bytes(tib(2)),
+            ..figures()
+        };
+        lines.extend(planned(&compare((tib(20), 40), &busy, NOW)));
+        golden::check_lines("parcel_plan", &lines, 140);
+    }
 }

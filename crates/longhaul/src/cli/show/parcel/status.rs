@@ -95,13 +95,13 @@ fn next(status: &Status) -> Vec<Line> {
     };
     let reads: u64 = disks().map(|(_, disk)| disk.next.bytes()).sum();
     let (name, reads) = (&status.name, show_bytes(reads));
-    let begin = Line::text(match (status.sealed, status.version) {
+    let begin = Line::text(match (status.sealed, status.is_begun) {
         (true, _) => format!(
             "  before the devices leave, longhaul parcel top-up {name} brings them up to date: it \
              reads {reads}"
         ),
-        (false, 1) => format!("  the export reads {reads}"),
-        (false, _) => format!("  the top-up reads {reads} more"),
+        (false, false) => format!("  the export reads {reads}"),
+        (false, true) => format!("  it goes on, and reads {reads} more"),
     });
     let rows = disks().map(|(guest, disk)| reading(guest, disk));
     let mut lines = vec![begin];
@@ -248,4 +248,266 @@ fn verdict(disk: &CheckedDisk) -> Vec<Line> {
             Verdict::Missing => Line::default().tone(Tone::Bad, "missing in the report"),
         },
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::paint::golden;
+    use longhaul_parcel::{
+        Checked, Confirmation, DeviceStatus, ImportReport, ReportedDevice, Seal, Shipment,
+    };
+    use std::path::PathBuf;
+
+    const NOW: u64 = 1_800_000_000;
+    const MIB: u64 = 1 << 20;
+
+    fn digits<T: serde::de::DeserializeOwned>(digit: &str) -> T {
+        serde_json::from_value(digit.repeat(32).into()).unwrap()
+    }
+
+    fn disk(name: &str, mib: u64, next: Reading) -> DiskStatus {
+        DiskStatus {
+            name: name.into(),
+            path: format!("/var/lib/guests/{name}.raw").into(),
+            bytes: mib * MIB,
+            now_bytes: Some(mib * MIB),
+            allocated_bytes: Some(mib * MIB),
+            error: None,
+            next,
+        }
+    }
+
+    /// A parcel of which only the name, the key and the site are known.
+    fn empty() -> Status {
+        Status {
+            name: "box-7".into(),
+            parcel: None,
+            to: "paris".into(),
+            created: Some(NOW),
+            begun: None,
+            is_begun: false,
+            parity: 1,
+            key: digits("1"),
+            version: 1,
+            sealed: false,
+            guests: Vec::new(),
+            devices: Vec::new(),
+            seals: Vec::new(),
+            shipped: None,
+            confirmed: None,
+            is_confirmed: false,
+        }
+    }
+
+    /// Two guests, of which one is exported and the other one in part.
+    fn interrupted() -> Status {
+        let guest = |name: &str, disks| GuestStatus {
+            name: name.into(),
+            disks,
+        };
+        let under_way = Reading::Full {
+            from: 12 * MIB,
+            bytes: 52 * MIB,
+        };
+        let device = |device: usize, attachment| DeviceStatus {
+            device,
+            path: format!("/mnt/usb{device}/box-7-{device}.parcel").into(),
+            attachment,
+        };
+        let attached = || Attachment::Attached {
+            parcel: digits("2"),
+            key: digits("1"),
+            used_bytes: 200 * MIB,
+        };
+        Status {
+            begun: Some(NOW),
+            is_begun: true,
+            guests: vec![
+                guest("web-7", vec![disk("web-7-root", 400, Reading::Done)]),
+                guest("db-1", vec![disk("db-1-root", 64, under_way)]),
+            ],
+            devices: vec![
+                device(0, attached()),
+                device(
+                    1,
+                    Attachment::Absent {
+                        why: "/mnt/usb1/box-7-1.parcel: No such file or directory".into(),
+                    },
+                ),
+                device(
+                    2,
+                    Attachment::Other {
+                        what: "it is device 1 of this parcel".into(),
+                    },
+                ),
+            ],
+            ..empty()
+        }
+    }
+
+    /// Sealed, then the disks have changed, and one was added.
+    fn sealed() -> Status {
+        let mut status = interrupted();
+        status.sealed = true;
+        status.parcel = Some(digits("2"));
+        status.seals = vec![Seal {
+            version: 1,
+            time: NOW + 86_400,
+            device_bytes: 260 * MIB,
+            disks: Vec::new(),
+        }];
+        let compare = |mib: u64| Reading::Compare {
+            from: 0,
+            bytes: mib * MIB,
+            with: 1,
+        };
+        let grown = &mut status.guests[0].disks;
+        grown[0].next = compare(500);
+        grown[0].now_bytes = Some(500 * MIB);
+        status.guests[1].disks[0].next = compare(64);
+        status.devices.truncate(1);
+        status
+    }
+
+    fn added() -> Status {
+        let mut status = sealed();
+        let full = Reading::Full {
+            from: 0,
+            bytes: 20 * MIB,
+        };
+        let mut gone = disk("db-1-data", 20, full);
+        gone.now_bytes = None;
+        gone.error = Some("/var/lib/guests/db-1-data.raw: No such file or directory".into());
+        status.guests[1].disks.push(gone);
+        status
+    }
+
+    fn shipped() -> Status {
+        let mut status = sealed();
+        status.shipped = Some(Shipment {
+            courier: "DHL".into(),
+            number: "JD 0146 0000".into(),
+            date: Date::of(NOW + 2 * 86_400),
+            arrives: Some(Date::of(NOW + 3 * 86_400)),
+        });
+        status.devices[0].attachment = Attachment::Absent {
+            why: "No such file or directory".into(),
+        };
+        status
+    }
+
+    fn confirmed() -> Status {
+        Status {
+            confirmed: Some(Confirmation {
+                version: 1,
+                imported: NOW + 3 * 86_400,
+                checked: NOW + 3 * 86_400,
+            }),
+            is_confirmed: true,
+            ..shipped()
+        }
+    }
+
+    fn shown(status_: Status, left: &[&str]) -> Vec<Line> {
+        let copies = left
+            .iter()
+            .map(|guest| PathBuf::from(format!("/var/lib/guests/{guest}-root.raw.moved")));
+        let copies = copies.collect();
+        let left = left.iter().map(|guest| (*guest).to_owned()).collect();
+        let mut lines = status(&StatusDocument::of(status_, left, copies));
+        lines.push(Line::default());
+        lines.push(Line::text("-".repeat(100)));
+        lines
+    }
+
+    #[test]
+    fn each_step_says_what_it_needs() {
+        let lines = [
+            shown(empty(), &[]),
+            shown(interrupted(), &[]),
+            shown(sealed(), &[]),
+            shown(added(), &[]),
+            shown(shipped(), &[]),
+            shown(confirmed(), &["web-7"]),
+            shown(confirmed(), &["web-7", "db-1"]),
+        ];
+        golden::check_lines("parcel_status", &lines.concat(), 120);
+    }
+
+    #[test]
+    fn parcels_are_listed_with_their_next_steps() {
+        let parcel = |name: &str, status: Status, left: Vec<String>| Listed {
+            name: name.into(),
+            parcel: Some(StatusDocument::of(status, left, Vec::new())),
+            error: None,
+        };
+        let all = vec!["web-7".to_owned(), "db-1".to_owned()];
+        let parcels = vec![
+            parcel("box-5", confirmed(), all),
+            parcel("box-6", shipped(), Vec::new()),
+            parcel("box-7", interrupted(), Vec::new()),
+            parcel("box-8", empty(), Vec::new()),
+            Listed {
+                name: "box-9".into(),
+                parcel: None,
+                error: Some("/var/lib/longhaul/parcels/box-9/job.json cannot be read".into()),
+            },
+        ];
+        golden::check_lines("parcel_list", &list(&ListDocument { parcels }), 100);
+    }
+
+    #[test]
+    fn a_report_has_its_verdicts() {
+        let disk = |disk: &str, verdict| CheckedDisk {
+            guest: "web-7".into(),
+            disk: disk.into(),
+            bytes: 400 * MIB,
+            verdict,
+        };
+        let device = |device, state, damaged_cells| ReportedDevice {
+            device,
+            state,
+            damaged_cells,
+        };
+        let report = |recovered_cells, devices| ImportReport {
+            format: 1,
+            parcel: digits("2"),
+            name: "box-7".into(),
+            to: "paris".into(),
+            key: digits("1"),
+            imported: NOW,
+            disks: Vec::new(),
+            recovered_cells,
+            devices,
+        };
+        let good = Checked {
+            version: 2,
+            report: report(0, vec![device(0, DeviceState::Good, 0)]),
+            disks: vec![disk("root", Verdict::Equal)],
+            confirmed: true,
+        };
+        let damaged = vec![
+            device(0, DeviceState::Good, 0),
+            device(1, DeviceState::Missing, 0),
+            device(2, DeviceState::Damaged, 1),
+        ];
+        let bad = Checked {
+            version: 2,
+            report: report(180, damaged),
+            disks: vec![
+                disk("root", Verdict::Equal),
+                disk("data", Verdict::Older { version: 1 }),
+                disk("more", Verdict::Unknown),
+                disk("swap", Verdict::Missing),
+            ],
+            confirmed: false,
+        };
+        let lines = [good, bad].map(|checked| {
+            let mut lines = super::checked(&CheckDocument { checked });
+            lines.push(Line::default());
+            lines
+        });
+        golden::check_lines("parcel_check", &lines.concat(), 110);
+    }
 }
