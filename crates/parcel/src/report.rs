@@ -231,6 +231,7 @@ fn bytes_of(digits: &str) -> Option<Vec<u8>> {
 mod tests {
     use super::*;
     use crate::header::Bytes16;
+    use proptest::prelude::*;
 
     fn report(key: &DataKey) -> ImportReport {
         ImportReport {
@@ -289,6 +290,20 @@ mod tests {
         value["more"] = Value::from("said later");
         let more = serde_json::to_vec(&value).unwrap();
         assert!(!SignedReport::read(&more).unwrap().is_by(&key).unwrap());
+    }
+
+    proptest! {
+        #[test]
+        fn a_changed_byte_is_refused_or_changes_nothing(at in any::<usize>(), byte: u8) {
+            let key = DataKey::from_bytes([1; 32]);
+            let report = report(&key);
+            let mut file = report.sign(&key).unwrap();
+            let at = at % file.len();
+            file[at] = byte;
+            if let Ok(read) = SignedReport::read(&file) {
+                prop_assert!(!read.is_by(&key).unwrap() || read.report == report);
+            }
+        }
     }
 
     #[test]

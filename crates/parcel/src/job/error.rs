@@ -38,6 +38,9 @@ pub enum JobError {
     /// Its document is longer than it can be.
     #[error("{} is longer than the document of a parcel can be", .0.display())]
     Long(PathBuf),
+    /// A site cannot be called so.
+    #[error("{0:?} is not a site: use 1 to 100 characters that can be printed")]
+    Site(String),
     /// No device is named.
     #[error("the parcel {0} has no devices yet: name them")]
     NoDevices(String),

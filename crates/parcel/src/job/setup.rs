@@ -17,6 +17,9 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// The most characters of a site's name.
+const SITE_CHARS_MAX: usize = 100;
+
 impl Job {
     /// Makes a parcel and draws its key. `folder` is the job's, and does not exist.
     ///
@@ -24,6 +27,11 @@ impl Job {
     /// When there is such a job, or it cannot be called so.
     pub fn make(folder: &Path, settings: &Settings) -> Result<Self, JobError> {
         check_name(&settings.name).map_err(WriteError::from)?;
+        let site = &settings.to;
+        let is_short = (1..=SITE_CHARS_MAX).contains(&site.chars().count());
+        if !is_short || site.chars().any(char::is_control) {
+            return Err(JobError::Site(site.chars().take(SITE_CHARS_MAX).collect()));
+        }
         let parent = folder.parent().unwrap_or(Path::new("/"));
         fs::create_dir_all(parent).map_err(io_at(parent))?;
         match fs::create_dir(folder) {

@@ -89,6 +89,14 @@ fn read(report: &[u8]) -> SignedReport {
 fn each_step_needs_those_before_it() {
     let stage = Stage::new(2);
     let folder = stage.path().join("job");
+    for to in ["", "par\nis", &"p".repeat(101)] {
+        let settings = Settings {
+            to: to.into(),
+            ..settings()
+        };
+        let made = Job::make(&folder, &settings);
+        assert!(matches!(made, Err(JobError::Site(_))) && !folder.exists());
+    }
     let mut job = Job::make(&folder, &settings()).unwrap();
     assert!(matches!(
         Job::make(&folder, &settings()),
