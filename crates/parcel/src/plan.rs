@@ -229,8 +229,9 @@ mod tests {
         // computed from the paper's inputs: the times of one guest's moves are in figure 5.1(a)
         // only, a picture without numbers. The sizes of table 5.1 (40, 40 and 164 GB) do not
         // replace them, because the paper does not say the rate of the link: the first two rows
-        // would be equal, and the third four times smaller. What the text says of the idle guest
-        // fits: 12 s are "nearly 10 %" of the local move, and the parcel takes "one fifth".
+        // would be equal, and the third four times smaller. What the text says is consistent with
+        // the first row: 12 s are 8.3 % ("nearly 10 %") of the local move of the idle guest, and a
+        // parcel takes "one fifth" of a move over the link.
         let fixed_s = 12.0 * 3600.0;
         let local_s = 12.0 / 0.083;
         let link_s = local_s + 12.0;

@@ -212,10 +212,12 @@ fn document(job: &Job) -> Result<StatusDocument, CliError> {
         let mut paths = guest.disks.iter().map(|disk| &disk.path);
         !guest.disks.is_empty() && paths.all(has_left)
     });
-    let left: Vec<String> = left.map(|guest| guest.name.clone()).collect();
-    let copies = status.guests.iter().flat_map(|guest| &guest.disks);
+    let left: Vec<_> = left.collect();
+    // Beside the disk of a guest that is here, such a file is from somewhere else.
+    let copies = left.iter().flat_map(|guest| &guest.disks);
     let copies = copies.map(|disk| set_aside_as(&disk.path));
     let copies: Vec<PathBuf> = copies.filter(|path| is_there(path)).collect();
+    let left = left.into_iter().map(|guest| guest.name.clone()).collect();
     Ok(StatusDocument::of(status, left, copies))
 }
 

@@ -35,7 +35,7 @@ pub(crate) fn status(document: &StatusDocument) -> Vec<Line> {
         lines.extend(next(status));
     }
     let copies = document.copies.iter();
-    let may_go = copies.filter(|_| status.is_confirmed && !document.left.is_empty());
+    let may_go = copies.filter(|_| status.is_confirmed);
     lines.extend(may_go.map(|path| Line::text(format!("  may go: {}", path.display()))));
     lines
 }
