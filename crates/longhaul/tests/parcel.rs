@@ -3,12 +3,13 @@
 
 mod common;
 
-use common::longhaul;
+use common::{LIMIT, command, longhaul};
 use serde_json::Value;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::PathBuf;
-use std::process::Output;
+use std::process::{Output, Stdio};
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// Two hosts of one parcel: each has a configuration, a state folder and a folder of disks.
@@ -47,6 +48,29 @@ impl Setting {
             fs::create_dir(setting.path(device)).unwrap();
         }
         setting
+    }
+
+    /// Gives both hosts some images more, and the first one their disks.
+    fn add_images(&self, names: &[String]) {
+        for host in ["lyon", "paris"] {
+            let file = self.path(&format!("{host}.toml"));
+            let mut config = fs::read_to_string(&file).unwrap();
+            for name in names {
+                let path = self.path(&format!("{host}/{name}.raw"));
+                write!(
+                    config,
+                    "[images.{name}]\npath = {path:?}\nformat = \"raw\"\n"
+                )
+                .unwrap();
+            }
+            fs::write(&file, config).unwrap();
+        }
+        let content = fs::read(self.path("lyon/root.raw")).unwrap();
+        for (name, number) in names.iter().zip(1..) {
+            let mut content = content.clone();
+            content.rotate_left(number);
+            fs::write(self.path(&format!("lyon/{name}.raw")), content).unwrap();
+        }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -341,4 +365,78 @@ fn ways_are_compared_for_a_parcel_or_for_a_size() {
         "2 days",
     ];
     setting.refuses(&[&bad[..], &figures[4..]].concat(), 2, ["say 2%", ""]);
+}
+
+#[test]
+fn an_export_that_is_killed_goes_on() {
+    let setting = Setting::new();
+    let names: Vec<String> = (0..16).map(|number| format!("image-{number}")).collect();
+    setting.add_images(&names);
+    setting.says("lyon", &["create", "box", "--to", "paris"]);
+    let guests: Vec<String> = names
+        .iter()
+        .map(|name| format!("of-{name}={name}"))
+        .collect();
+    let guests: Vec<&str> = guests.iter().map(String::as_str).collect();
+    setting.says("lyon", &[&["add", "box"], &guests[..]].concat());
+    let (usb, config) = (setting.text("usb0"), setting.text("lyon.toml"));
+    let exported = |status: &Value| {
+        let guests = status["guests"].as_array().unwrap();
+        let is_done = |guest: &&Value| guest["disks"][0]["next"]["does"] == "done";
+        guests.iter().filter(is_done).count()
+    };
+    let (mut interruptions, mut done) = (0, 0);
+    loop {
+        let device = ["--device", &usb, "--limit", "400MiB"];
+        let device = &device[..if done == 0 { 4 } else { 0 }];
+        let words = [&["parcel", "--config", &config, "export", "box"], device].concat();
+        let mut child = command(&setting.path("none"))
+            .args(words)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        // It is killed when some guests more are durable.
+        let deadline = Instant::now() + LIMIT;
+        let ended = loop {
+            let status = setting.json("lyon", &["status", "box"]);
+            let now = exported(&status);
+            if let Some(ended) = child.try_wait().unwrap() {
+                break Some(ended);
+            }
+            if status["is_begun"] == true && now > done + 2 {
+                break None;
+            }
+            assert!(Instant::now() < deadline, "{status}");
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        if let Some(ended) = ended {
+            assert!(ended.success());
+            break;
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let status = setting.json("lyon", &["status", "box"]);
+        if status["sealed"] == false {
+            interruptions += 1;
+            assert!(exported(&status) > done, "{status}");
+            done = exported(&status);
+            let says = status["steps"][1]["says"].as_str().unwrap();
+            assert!(says.contains("version 1 goes on"), "{says}");
+        }
+    }
+    assert!(interruptions > 0, "it was never killed");
+    let key = setting.says("lyon", &["key", "box"]);
+    fs::write(setting.path("key"), key).unwrap();
+    let imported = setting.json(
+        "paris",
+        &["import", "--key-file", &setting.text("key"), &usb],
+    );
+    for name in &names {
+        let sent = fs::read(setting.path(&format!("lyon/{name}.raw"))).unwrap();
+        let arrived = fs::read(setting.path(&format!("paris/{name}.raw.moved"))).unwrap();
+        assert!(sent == arrived, "{name}");
+    }
+    let report = imported["report"].as_str().unwrap();
+    setting.says("lyon", &["check", "box", report]);
 }
