@@ -141,6 +141,8 @@ pub(crate) fn run() -> Result<ExitCode, LabError> {
             row.report = moved.report.map(|report| *report);
         }
     }
+    let words = ["status", "box-7"].map(str::to_owned);
+    parcel(&product, 0, &[config(&home), words.to_vec()].concat())?;
     go_on(&databases)?;
     for (database, row) in databases.into_iter().zip(&mut rows) {
         row.is_right = judge(&lab, &product, database)?;
@@ -227,34 +229,32 @@ fn ship(
     let devices: Vec<PathBuf> = (0..DEVICES)
         .map(|n| folder.join(format!("usb{n}")))
         .collect();
+    let say = |words: &[&str]| {
+        let words = words.iter().map(|word| (*word).to_owned());
+        parcel(product, 0, &[config(folder), words.collect()].concat())
+    };
+    say(&["create", "box-7", "--to", "paris", "--lose", "1"])?;
+    let guests = databases.iter().map(|it| {
+        let images = it.disks.each_ref().map(|disk| disk.image.as_str());
+        format!("{}={}", it.name, images.join(","))
+    });
+    let guests: Vec<String> = guests.collect();
+    let guests = guests.iter().map(String::as_str);
+    say(&["add", "box-7"]
+        .into_iter()
+        .chain(guests)
+        .collect::<Vec<_>>())?;
     let mut words = config(folder);
-    let options = [
-        "export",
-        "box-7",
-        "--to",
-        "paris",
-        "--lose",
-        "1",
-        "--limit",
-        DEVICE_LIMIT,
-    ];
-    words.extend(options.map(str::to_owned));
+    words.extend(["export", "box-7", "--limit", DEVICE_LIMIT].map(str::to_owned));
     for device in &devices {
         fs::create_dir(device).during(|| format!("make {}", device.display()))?;
         words.extend(["--device".to_owned(), device.display().to_string()]);
     }
-    words.extend(databases.iter().map(|it| {
-        let images = it.disks.each_ref().map(|disk| disk.image.as_str());
-        format!("{}={}", it.name, images.join(","))
-    }));
     parcel(product, 0, &words)?;
     tell("the guests go on, and before the devices leave they are brought up to date")?;
     go_on(databases)?;
-    parcel(
-        product,
-        0,
-        &[config(folder), vec!["top-up".into(), "box-7".into()]].concat(),
-    )?;
+    say(&["top-up", "box-7"])?;
+    say(&["ship", "box-7", "--courier", "DHL", "--number", "JD 0146"])?;
     title("The courier loses one of the four devices; the guests go on")?;
     if let Some(lost) = devices.get(LOST) {
         fs::remove_dir_all(lost).during(|| format!("remove {}", lost.display()))?;
@@ -284,7 +284,21 @@ fn import(product: &Product, folders: &[PathBuf], arrived: &[String]) -> Result<
         key.display().to_string(),
     ];
     let words = [config(destination), options.to_vec(), arrived.to_vec()].concat();
-    parcel(product, 1, &words)
+    parcel(product, 1, &words)?;
+
+    title("The source compares what has arrived with what it has sent")?;
+    let reports = destination.join("state/parcel-reports");
+    let report = report_in(&reports).during(|| format!("read {}", reports.display()))?;
+    let report = report.display().to_string();
+    let check = ["check".into(), "box-7".into(), report];
+    parcel(product, 0, &[config(source), check.to_vec()].concat())
+}
+
+/// Returns the report of the import.
+fn report_in(folder: &Path) -> io::Result<PathBuf> {
+    let mut entries = fs::read_dir(folder)?;
+    let report = entries.next().ok_or(io::ErrorKind::NotFound)?;
+    Ok(report?.path())
 }
 
 /// Ends a guest on the second host, and judges its database from outside.

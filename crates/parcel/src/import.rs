@@ -62,6 +62,8 @@ pub struct ImportedDisk {
     pub bytes: u64,
     /// The digest of its content, as it was exported, and read back here.
     pub digest: String,
+    /// The number of the version.
+    pub version: u64,
     /// When the version was exported, in seconds since 1970.
     pub time: u64,
 }
@@ -310,6 +312,7 @@ fn finish(guests: &BTreeMap<u32, Arriving>) -> Result<Vec<ImportedDisk>, ImportE
                     path: target.path.clone(),
                     bytes: target.disk.bytes,
                     digest,
+                    version: version.version,
                     time: version.time,
                 },
             ));

@@ -1,28 +1,32 @@
 //! Exports that can be interrupted: what goes into a parcel, and how far it has come, in a folder.
 
+mod check;
 mod document;
 mod error;
 mod export;
 mod moment;
+mod setup;
+mod ship;
+mod status;
 
-pub use document::{JobDisk, JobGuest};
+pub use check::{Checked, CheckedDisk, Verdict};
+pub use document::{Confirmation, JobDisk, JobGuest, Seal, SealedDisk, Shipment};
 pub use error::JobError;
 pub use moment::{Tracking, Untracked};
+pub use status::{Attachment, DeviceStatus, DiskStatus, GuestStatus, Reading, Status};
 
+use crate::cell::CELL_BYTES;
 use crate::device::Device;
-use crate::header::check_name;
 use crate::key::DataKey;
-use crate::layout::Layout;
 use crate::reader::Parcel;
-use crate::writer::{Settings, WriteError, Writer};
-use document::{Document, KnownGuest, Next};
+use crate::tree::Tree;
+use crate::writer::Writer;
+use document::{Document, KnownDisk, KnownGuest, Next};
 use error::io_at;
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
-use std::collections::BTreeSet;
-use std::fs::{self, File};
-use std::io;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -69,85 +73,6 @@ pub struct Job {
 }
 
 impl Job {
-    /// Begins an export. `folder` is the job's, and does not exist.
-    ///
-    /// # Errors
-    /// When there is such a job, or the devices cannot be used.
-    pub fn create(
-        folder: &Path,
-        settings: &Settings,
-        (devices, limit): (&[PathBuf], Option<u64>),
-        guests: Vec<JobGuest>,
-    ) -> Result<Self, JobError> {
-        let mut names = BTreeSet::new();
-        for guest in &guests {
-            let disks = guest.disks.iter().map(|disk| ("disk", disk.name.as_str()));
-            for name in disks.chain([("guest", guest.name.as_str())]) {
-                if !names.insert(name) {
-                    return Err(JobError::Twice(name.0, name.1.to_owned()));
-                }
-            }
-        }
-        let guests = guests.into_iter().map(KnownGuest::look);
-        let guests = guests.collect::<Result<_, _>>()?;
-        let parent = folder.parent().unwrap_or(Path::new("/"));
-        fs::create_dir_all(parent).map_err(io_at(parent))?;
-        match fs::create_dir(folder) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                return Err(JobError::Exists(settings.name.clone()));
-            }
-            created => created.map_err(io_at(folder))?,
-        }
-        let key = DataKey::draw()?;
-        let mut job = Self {
-            folder: folder.to_path_buf(),
-            document: Document {
-                name: settings.name.clone(),
-                to: settings.to.clone(),
-                key: key.text().to_string(),
-                devices: devices.to_vec(),
-                guests,
-                position: None,
-                version: 1,
-                next: Next::default(),
-                consolidates: false,
-                sealed: false,
-            },
-            key,
-            durable_every: DURABLE_EVERY,
-            tracking: Box::new(Untracked),
-        };
-        let begun = job.begin(settings, limit);
-        if begun.is_err() {
-            // Nothing was written that is worth a key.
-            fs::remove_dir_all(folder).map_err(io_at(folder))?;
-        }
-        begun.map(|()| job)
-    }
-
-    fn begin(&mut self, settings: &Settings, limit: Option<u64>) -> Result<(), JobError> {
-        check_name(&settings.name).map_err(WriteError::from)?;
-        let cells = vec![1; self.document.devices.len()];
-        Layout::new(&cells, settings.parity).map_err(WriteError::from)?;
-        self.save()?;
-        let mut devices: Vec<Device> = Vec::new();
-        let each = self.document.devices.iter().enumerate();
-        for (number, at) in each {
-            let name = format!("{}-{number}", settings.name);
-            match Device::create(at, &name, limit) {
-                Ok(device) => devices.push(device),
-                Err(error) => {
-                    devices.iter().for_each(Device::remove);
-                    return Err(error.into());
-                }
-            }
-        }
-        let writer = Writer::create(devices, settings, &self.key)?;
-        self.document.position = Some(writer.position());
-        self.document.devices = writer.paths();
-        self.save()
-    }
-
     /// Opens a job.
     ///
     /// # Errors
@@ -163,15 +88,19 @@ impl Job {
         })
     }
 
+    fn lock_folder(folder: &Path, name: &str) -> Result<Flock<File>, JobError> {
+        let fails = io_at(folder);
+        let folder = File::open(folder).map_err(&fails)?;
+        let lock = Flock::lock(folder, FlockArg::LockExclusiveNonblock);
+        lock.map_err(|(_, errno)| match errno {
+            Errno::EWOULDBLOCK => JobError::Busy(name.to_owned()),
+            errno => fails(errno.into()),
+        })
+    }
+
     /// Keeps other commands from the job, and reads what the last one has left.
     fn lock(&mut self) -> Result<Flock<File>, JobError> {
-        let fails = io_at(&self.folder);
-        let folder = File::open(&self.folder).map_err(&fails)?;
-        let lock = Flock::lock(folder, FlockArg::LockExclusiveNonblock);
-        let lock = lock.map_err(|(_, errno)| match errno {
-            Errno::EWOULDBLOCK => JobError::Busy(self.document.name.clone()),
-            errno => fails(errno.into()),
-        })?;
+        let lock = Self::lock_folder(&self.folder, &self.document.name)?;
         self.document = Document::read(&self.folder)?;
         Ok(lock)
     }
@@ -201,6 +130,11 @@ impl Job {
         &self.document.devices
     }
 
+    /// Returns whether a top-up was begun and has not ended.
+    pub fn tops_up(&self) -> bool {
+        self.document.version > 1 && !self.document.sealed
+    }
+
     /// Returns whether the parcel is sealed.
     pub fn is_sealed(&self) -> bool {
         self.document.sealed
@@ -211,13 +145,13 @@ impl Job {
     }
 
     /// Prepares a top-up of a sealed parcel: [`run`](Self::run) then exports the chunks whose
-    /// digests have changed since, as another version. Where writes are tracked, only what may have
-    /// changed is read.
+    /// digests have changed since, as another version.
     ///
     /// # Errors
     /// When the parcel is not sealed, or a disk cannot be read.
     pub fn top_up(&mut self) -> Result<(), JobError> {
         let _lock = self.lock()?;
+        self.is_here()?;
         if !self.document.sealed {
             return Err(JobError::NotSealed(self.document.name.clone()));
         }
@@ -251,6 +185,7 @@ impl Job {
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<Parcel, JobError> {
         let _lock = self.lock()?;
+        self.is_here()?;
         let open = |writable| {
             let paths = self.document.devices.iter();
             paths
@@ -258,21 +193,69 @@ impl Job {
                 .collect::<Result<Vec<_>, _>>()
         };
         if self.document.sealed {
+            self.has_all()?;
             return Ok(Parcel::open(open(false)?)?);
         }
-        let position = self.document.position.ok_or_else(|| JobError::NotBegun {
-            name: self.document.name.clone(),
-            folder: self.folder.clone(),
-        })?;
+        let position = self.document.position;
+        let position = position.ok_or_else(|| JobError::NoDevices(self.document.name.clone()))?;
         let mut writer = Writer::reopen(open(true)?, position, &self.key)?;
         self.durable(&mut writer)?;
         self.export_all(&mut writer, now, progress)?;
+        let disks = self.exported_disks()?;
         let all = writer.rows();
         let (parcel, position) = writer.seal(&mut |rows| progress(&Step::Seals { rows, all }))?;
         self.document.position = Some(position);
         self.document.sealed = true;
+        self.document.parcel = Some(parcel.id());
+        self.document.seals.push(Seal {
+            version: self.document.version,
+            time: now,
+            device_bytes: (parcel.header().row + 1) * CELL_BYTES as u64,
+            disks,
+        });
         self.save()?;
         Ok(parcel)
+    }
+
+    /// Returns all disks as the version that is exported, or was, has them.
+    fn exported_disks(&self) -> Result<Vec<SealedDisk>, JobError> {
+        let mut disks = Vec::new();
+        for (number, guest) in self.document.guests.iter().enumerate() {
+            for (at, known) in guest.disks.iter().enumerate() {
+                let path = self.digests((number, at), self.document.version);
+                let digest = Tree::open_to_read(&path).and_then(|mut tree| tree.digest());
+                disks.push(SealedDisk {
+                    guest: guest.name.clone(),
+                    disk: known.disk.name.clone(),
+                    bytes: known.bytes,
+                    digest: digest.map_err(io_at(&path))?,
+                });
+            }
+        }
+        Ok(disks)
+    }
+
+    /// Returns a disk that is in no version of a sealed parcel, with its guest.
+    fn added(&self) -> Option<(&KnownGuest, &KnownDisk)> {
+        let guests = self.document.guests.iter().enumerate();
+        let mut disks = guests.flat_map(|(number, guest)| {
+            let disks = guest.disks.iter().enumerate();
+            disks.map(move |(at, known)| ((number, at), (guest, known)))
+        });
+        let is_in = |at| self.digests(at, self.document.version).exists();
+        disks.find(|(at, _)| !is_in(*at)).map(|(_, found)| found)
+    }
+
+    /// Refuses a sealed parcel to which disks were added since.
+    fn has_all(&self) -> Result<(), JobError> {
+        match self.added() {
+            None => Ok(()),
+            Some((guest, known)) => Err(JobError::Added {
+                parcel: self.document.name.clone(),
+                guest: guest.name.clone(),
+                disk: known.disk.name.clone(),
+            }),
+        }
     }
 
     /// Exports all guests. Those that are tracked, and whose version is of no moment, get another

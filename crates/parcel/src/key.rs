@@ -15,6 +15,7 @@ const TAG_BYTES: usize = 16;
 const FINGERPRINT_INFO: &[u8] = b"longhaul parcel v1 fingerprint";
 const CELLS_INFO: &[u8] = b"longhaul parcel v1 cells";
 const HEADERS_INFO: &[u8] = b"longhaul parcel v1 headers";
+const REPORTS_INFO: &[u8] = b"longhaul parcel v1 reports";
 
 /// Why a key cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -107,8 +108,17 @@ impl DataKey {
 
     /// Returns the key that authenticates headers.
     pub(crate) fn of_headers(&self, parcel: &ParcelId) -> Result<hmac::Key, KeyError> {
+        self.of_documents(parcel, HEADERS_INFO)
+    }
+
+    /// Returns the key that authenticates reports of imports.
+    pub(crate) fn of_reports(&self, parcel: &ParcelId) -> Result<hmac::Key, KeyError> {
+        self.of_documents(parcel, REPORTS_INFO)
+    }
+
+    fn of_documents(&self, parcel: &ParcelId, info: &[u8]) -> Result<hmac::Key, KeyError> {
         let ParcelId(Bytes16(salt)) = parcel;
-        let derived = self.derive(salt, &[HEADERS_INFO])?;
+        let derived = self.derive(salt, &[info])?;
         Ok(hmac::Key::new(hmac::HMAC_SHA256, &*derived))
     }
 

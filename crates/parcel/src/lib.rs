@@ -8,6 +8,7 @@
 
 mod bisect;
 mod cell;
+mod date;
 mod device;
 mod header;
 mod import;
@@ -16,20 +17,31 @@ mod key;
 mod layout;
 mod log;
 mod parity;
+pub mod plan;
 mod reader;
 mod record;
+mod report;
 mod row;
 mod tree;
 mod writer;
 
 pub use cell::{BODY_BYTES, CELL_BYTES, Cell, Kind, Name};
+pub use date::{Date, ParseDateError};
 pub use device::{Device, DeviceError};
 pub use header::{Earlier, GENERATIONS_MAX, Header, HeaderError, ParcelId, Proof};
 pub use import::{ImportError, ImportedDisk, import};
-pub use job::{Job, JobDisk, JobError, JobGuest, Step, Tracking, Untracked};
+pub use job::{
+    Attachment, Checked, CheckedDisk, Confirmation, DeviceStatus, DiskStatus, GuestStatus, Job,
+    JobDisk, JobError, JobGuest, Reading, Seal, SealedDisk, Shipment, Status, Step, Tracking,
+    Untracked, Verdict,
+};
 pub use key::{DataKey, Fingerprint, KeyError};
 pub use layout::{DEVICES_MAX, Layout, LayoutError, Roles};
 pub use log::{LogReader, PLAIN_BYTES};
 pub use reader::{Damage, OpenError, Parcel, ReadError, Report};
 pub use record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, RecordError, Version, VersionDisk};
+pub use report::{
+    DeviceState, ImportReport, REPORT_BYTES_MAX, ReportError, ReportedDevice, ReportedDisk,
+    SignedReport,
+};
 pub use writer::{Position, Settings, WriteError, Writer};

@@ -21,6 +21,11 @@ impl Tree {
         Ok(Self(options.open(path)?))
     }
 
+    /// Opens a file that exists, to read it.
+    pub(crate) fn open_to_read(path: &Path) -> io::Result<Self> {
+        Ok(Self(File::open(path)?))
+    }
+
     /// Returns the digest of a chunk.
     pub(crate) fn of_chunk(content: &[u8]) -> [u8; 32] {
         let digest = digest(&SHA256, content);

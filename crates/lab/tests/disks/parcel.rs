@@ -24,15 +24,15 @@ fn disks_travel_by_courier_and_what_has_changed_over_the_link() {
     };
     let folder = stage.lab.host(0).unwrap().folder().to_owned();
     let boxes: Vec<PathBuf> = (0..4).map(|n| folder.join(format!("usb{n}"))).collect();
-    let mut words = ["export", "box", "--to", "paris", "--lose", "1"]
+    stage.parcel(0, &["create", "box", "--to", "paris", "--lose", "1"]);
+    stage.parcel(0, &["add", "box", "history=disk0,disk1,disk2"]);
+    let mut words = ["export", "box", "--limit", "200MiB"]
         .map(str::to_owned)
         .to_vec();
-    words.extend(["--limit".to_owned(), "200MiB".to_owned()]);
     for path in &boxes {
         fs::create_dir(path).unwrap();
         words.extend(["--device".to_owned(), path.display().to_string()]);
     }
-    words.push("history=disk0,disk1,disk2".to_owned());
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let exported = stage.parcel(0, &words);
     assert_eq!(exported["devices"].as_array().unwrap().len(), boxes.len());
@@ -42,6 +42,9 @@ fn disks_travel_by_courier_and_what_has_changed_over_the_link() {
     let topped_up = stage.parcel(0, &["top-up", "box"]);
     assert_eq!(topped_up["parcel"], exported["parcel"]);
     assert!(topped_up["device_bytes"].as_u64().unwrap() > first);
+    let ship = ["ship", "box", "--courier", "DHL", "--number", "JD 1"];
+    let shipped = stage.parcel(0, &ship);
+    assert_eq!(shipped["steps"][2]["state"], "done", "{shipped}");
     stage.goes_on();
     fs::remove_dir_all(&boxes[2]).unwrap();
     let arrived = [0, 1, 3].map(|n: usize| boxes[n].display().to_string());
@@ -70,6 +73,10 @@ fn disks_travel_by_courier_and_what_has_changed_over_the_link() {
         assert_eq!(disk["path"], path.display().to_string());
         assert_eq!(disk["bytes"], fs::metadata(path).unwrap().len());
     }
+    // The source compares what has arrived with what it has sent.
+    let report = imported["report"].as_str().unwrap();
+    let checked = stage.parcel(0, &["check", "box", report]);
+    assert_eq!(checked["confirmed"], true, "{checked}");
     // It is not imported over something else.
     let agent = stage.product.agent(1).unwrap();
     let config = stage
@@ -93,5 +100,7 @@ fn disks_travel_by_courier_and_what_has_changed_over_the_link() {
     let (kept, sent) = (report.bytes.kept_bytes.unwrap(), report.disk_bytes);
     eprintln!("{kept} bytes were there, {sent:?} were sent");
     assert!(kept > DISK_BYTES / 2, "{kept} {sent:?}");
+    let status = stage.parcel(0, &["status", "box"]);
+    assert_eq!(status["left"], serde_json::json!(["history"]), "{status}");
     stage.judge(1);
 }

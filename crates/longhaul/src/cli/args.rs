@@ -3,7 +3,9 @@
 mod parcel;
 mod realm;
 
-pub(crate) use parcel::{ExportArgs, ParcelArgs, ParcelCommand, ParcelGuest};
+pub(crate) use parcel::{
+    Changes, ComparedArgs, CreateArgs, ExportArgs, ParcelArgs, ParcelCommand, ParcelGuest, ShipArgs,
+};
 pub(crate) use realm::{
     FolderArgs, InviteArgs, NetworkArgs, NetworkCommand, RealmArgs, RealmCommand, RemoveHostArgs,
     RendezvousArgs, RendezvousCommand, ServeArgs,
@@ -86,8 +88,8 @@ pub(crate) enum Command {
     Events,
     /// Import, list, verify, fetch and remove base images; needs no agent
     Image(ImageArgs),
-    /// Export, verify and import parcels: devices that carry guests' disks by courier; needs no
-    /// agent
+    /// Make, export, ship, import and compare parcels: devices that carry guests' disks by courier;
+    /// needs no agent
     Parcel(ParcelArgs),
     /// Read the journals of the moves from and to this host; needs no agent
     Journal {

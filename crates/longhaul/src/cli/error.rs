@@ -98,6 +98,11 @@ impl CliError {
         }
     }
 
+    /// Returns what it says.
+    pub(crate) fn message(&self) -> &str {
+        &self.message
+    }
+
     /// Returns the error with the guest's place, or how to find it out.
     pub(crate) fn with_state(mut self, state: String) -> Self {
         self.state_of_guest = Some(state);

@@ -57,6 +57,12 @@ impl Line {
         self
     }
 
+    /// Returns the line with another one behind it.
+    pub(crate) fn and(mut self, other: Self) -> Self {
+        self.0.extend(other.0);
+        self
+    }
+
     /// Returns the line padded with spaces up to a column, or with one space where it is longer.
     pub(crate) fn column(self, column: usize) -> Self {
         let missing = column.saturating_sub(self.columns()).max(1);
@@ -151,7 +157,7 @@ pub(crate) fn table(rows: Vec<Vec<Line>>) -> Vec<Line> {
                 if start > 0 {
                     line = line.column(start);
                 }
-                line.0.extend(cell.0);
+                line = line.and(cell);
                 start += width + 3;
             }
             line

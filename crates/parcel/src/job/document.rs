@@ -2,15 +2,20 @@
 
 use super::error::{JobError, io_at};
 use super::moment::Since;
+use crate::date::Date;
+use crate::header::ParcelId;
 use crate::writer::Position;
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use zeroize::Zeroizing;
 
 const DOCUMENT: &str = "job.json";
+/// Room for 100 versions of thousands of disks.
+const DOCUMENT_BYTES_MAX: u64 = 64 << 20;
 
 /// A disk that is exported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -93,6 +98,56 @@ impl Next {
     }
 }
 
+/// A disk as a sealed version has it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SealedDisk {
+    /// The guest's name.
+    pub guest: String,
+    /// The disk's name.
+    pub disk: String,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// The digest of its content, in hexadecimal digits.
+    pub digest: String,
+}
+
+/// A version that is complete on the devices.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seal {
+    /// Its number.
+    pub version: u64,
+    /// When the parcel was sealed with it, in seconds since 1970.
+    pub time: u64,
+    /// Bytes that are used of the fullest device.
+    pub device_bytes: u64,
+    /// All disks.
+    pub disks: Vec<SealedDisk>,
+}
+
+/// The journey of the devices.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shipment {
+    /// Who carries them.
+    pub courier: String,
+    /// The courier's number for it.
+    pub number: String,
+    /// When they leave.
+    pub date: Date,
+    /// When they are expected to arrive.
+    pub arrives: Option<Date>,
+}
+
+/// What the destination has reported, and this host has compared.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Confirmation {
+    /// The version whose disks are all there.
+    pub version: u64,
+    /// When they were imported, in seconds since 1970.
+    pub imported: u64,
+    /// When the report was checked, in seconds since 1970.
+    pub checked: u64,
+}
+
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Document {
     pub(super) name: String,
@@ -110,16 +165,44 @@ pub(super) struct Document {
     #[serde(default)]
     pub(super) consolidates: bool,
     pub(super) sealed: bool,
+    /// The number of devices that may be lost.
+    #[serde(default)]
+    pub(super) parity: u8,
+    /// When it was made, in seconds since 1970; 0 if an earlier program has made it.
+    #[serde(default)]
+    pub(super) created: u64,
+    /// When the first header was written, in seconds since 1970.
+    #[serde(default)]
+    pub(super) begun: Option<u64>,
+    /// How much of each device is used.
+    #[serde(default)]
+    pub(super) limit: Option<u64>,
+    /// Its id, from the first seal on.
+    #[serde(default)]
+    pub(super) parcel: Option<ParcelId>,
+    /// All versions that were sealed, in their order.
+    #[serde(default)]
+    pub(super) seals: Vec<Seal>,
+    #[serde(default)]
+    pub(super) shipped: Option<Shipment>,
+    #[serde(default)]
+    pub(super) confirmed: Option<Confirmation>,
 }
 
 impl Document {
     /// Reads the document in a job's folder.
     pub(super) fn read(folder: &Path) -> Result<Self, JobError> {
         let path = folder.join(DOCUMENT);
-        let text = fs::read(&path).map_err(|error| match error.kind() {
+        let file = File::open(&path).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => JobError::Unknown(folder.to_path_buf()),
             _ => io_at(&path)(error),
         })?;
+        let mut text = Zeroizing::new(Vec::new());
+        let read = file.take(DOCUMENT_BYTES_MAX + 1).read_to_end(&mut text);
+        read.map_err(io_at(&path))?;
+        if text.len() as u64 > DOCUMENT_BYTES_MAX {
+            return Err(JobError::Long(path));
+        }
         serde_json::from_slice(&text).map_err(|error| JobError::Document { path, error })
     }
 
@@ -128,11 +211,14 @@ impl Document {
         let path = folder.join(DOCUMENT);
         let new = folder.join(".job.json.new");
         let fails = io_at(&path);
-        let text = serde_json::to_vec_pretty(self);
+        let text = serde_json::to_vec_pretty(self).map(Zeroizing::new);
         let text = text.map_err(|error| JobError::Document {
             path: path.clone(),
             error,
         })?;
+        if text.len() as u64 > DOCUMENT_BYTES_MAX {
+            return Err(JobError::Long(path.clone()));
+        }
         let mut options = OpenOptions::new();
         let options = options.write(true).create(true).truncate(true).mode(0o600);
         let mut file = options.open(&new).map_err(&fails)?;

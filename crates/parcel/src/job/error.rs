@@ -1,6 +1,8 @@
 //! Why a job cannot go on.
 
+use super::document::Shipment;
 use crate::device::DeviceError;
+use crate::header::ParcelId;
 use crate::key::KeyError;
 use crate::reader::OpenError;
 use crate::record::RecordError;
@@ -34,33 +36,92 @@ pub enum JobError {
         #[source]
         error: serde_json::Error,
     },
-    /// It was interrupted before anything was written.
-    #[error(
-        "the export of {name} was interrupted before it began: remove {} and what it has on its \
-         devices, and begin again",
-        folder.display()
-    )]
-    NotBegun {
-        /// The parcel.
-        name: String,
-        /// The job's folder.
-        folder: PathBuf,
-    },
-    /// A guest or a disk is named twice.
+    /// Its document is longer than it can be.
+    #[error("{} is longer than the document of a parcel can be", .0.display())]
+    Long(PathBuf),
+    /// A site cannot be called so.
+    #[error("{0:?} is not a site: use 1 to 100 characters that can be printed")]
+    Site(String),
+    /// No device is named.
+    #[error("the parcel {0} has no devices yet: name them")]
+    NoDevices(String),
+    /// No guest is named.
+    #[error("the parcel {0} has no guests yet: add them first")]
+    NoGuests(String),
+    /// A guest, a disk or a device is named twice.
     #[error("the {0} {1} is named twice")]
     Twice(&'static str, String),
     /// Another command works on it.
     #[error("another command works on the parcel {0}: wait until it has ended")]
     Busy(String),
     /// There is none.
-    #[error("this host has exported no such parcel: there is no {}", .0.display())]
+    #[error("this host has no such parcel: there is no {}", .0.display())]
     Unknown(PathBuf),
     /// Only a sealed parcel is topped up.
     #[error("the export of {0} is not complete: continue it first")]
     NotSealed(String),
     /// There is one of this name.
-    #[error("there is a parcel {0}: it is continued without guests and devices")]
+    #[error("this host has a parcel {0} already")]
     Exists(String),
+    /// A disk is added to a guest of which the version that is exported has all others.
+    #[error(
+        "the export of {parcel} is past {guest}: seal the parcel first, then add the disk and top \
+         it up"
+    )]
+    Past {
+        /// The parcel.
+        parcel: String,
+        /// The guest.
+        guest: String,
+    },
+    /// A disk is in no version yet.
+    #[error("{disk} of {guest} was added after {parcel} was sealed: top the parcel up first")]
+    Added {
+        /// The parcel.
+        parcel: String,
+        /// The guest.
+        guest: String,
+        /// The disk.
+        disk: String,
+    },
+    /// The devices are gone.
+    #[error(
+        "the devices of {parcel} have left: {} ({}) took them on {}", shipment.courier,
+        shipment.number, shipment.date
+    )]
+    Shipped {
+        /// The parcel.
+        parcel: String,
+        /// Their journey.
+        shipment: Box<Shipment>,
+    },
+    /// There is no journey to take back.
+    #[error("no shipment of {0} is noted")]
+    NotShipped(String),
+    /// What is noted of a journey cannot be.
+    #[error("a shipment cannot have {0}")]
+    Shipment(&'static str),
+    /// A path has another device.
+    #[error("{} is not a device of the parcel {parcel}", path.display())]
+    OtherDevice {
+        /// The parcel.
+        parcel: String,
+        /// The path.
+        path: PathBuf,
+    },
+    /// A report is not about this parcel.
+    #[error(
+        "the report is about the parcel {name} ({id}), not about {parcel} of this host, or was \
+         altered"
+    )]
+    OtherReport {
+        /// This host's parcel.
+        parcel: String,
+        /// The parcel that the report is about.
+        name: String,
+        /// Its id.
+        id: ParcelId,
+    },
     /// A device cannot be used.
     #[error(transparent)]
     Device(#[from] DeviceError),

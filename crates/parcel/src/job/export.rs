@@ -3,8 +3,9 @@
 use super::document::{KnownDisk, KnownGuest, Next};
 use super::error::{JobError, io_at};
 use super::moment::{self, Moment};
+use super::setup::record_of;
 use super::{Job, Step};
-use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, RecordError, Version, VersionDisk};
+use crate::record::{CHUNK_BYTES, Chunk, Record, RecordError, Version, VersionDisk};
 use crate::tree::{Before, Tree};
 use crate::writer::Writer;
 use longhaul_storage::disk::{Disk as _, RawDisk};
@@ -360,23 +361,6 @@ fn remove(path: &PathBuf) -> Result<(), JobError> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io_at(path)(error)),
         _ => Ok(()),
     }
-}
-
-/// Returns the record of a guest.
-fn record_of(number: usize, guest: &KnownGuest) -> Record {
-    let disks = guest.disks.iter().zip(0..);
-    Record::Guest(Guest {
-        guest: number as u32,
-        name: guest.name.clone(),
-        disks: disks
-            .map(|(known, number)| Disk {
-                disk: number,
-                name: known.disk.name.clone(),
-                bytes: known.bytes,
-            })
-            .collect(),
-        description: serde_json::Value::Null,
-    })
 }
 
 /// Why a chunk cannot be exported.

@@ -14,3 +14,4 @@ mod lost;
 mod moments;
 mod python;
 mod stage;
+mod steps;

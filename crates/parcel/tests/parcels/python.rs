@@ -1,6 +1,7 @@
 //! Another reader, written from docs/parcel.md alone, reads the same.
 
 use crate::stage::{Dice, Stage, disk, put_guest};
+use longhaul_parcel::{Device, ImportReport, Parcel, import};
 use std::process::Command;
 use std::{env, fs};
 
@@ -63,4 +64,37 @@ fn a_reader_of_the_page_alone_reads_a_parcel_with_a_device_missing() {
             }
         }
     }
+}
+
+#[test]
+fn the_proof_of_a_report_is_computed_from_the_page_alone() {
+    let stage = Stage::new(2);
+    let guests = [vec![disk(&mut Dice(7), 3)]];
+    let mut writer = stage.create(&[60, 60], 1).unwrap();
+    put_guest(&mut writer, 0, &guests[0]).unwrap();
+    writer.seal(&mut |_| ()).unwrap();
+    let device = Device::open(&stage.folder(1), false).unwrap();
+    let parcel = Parcel::open(vec![device]).unwrap();
+    // A path with what JSON escapes, and with what it does not.
+    let out = stage.path().join("\u{e9} \"\\\n\u{1}\u{7f}\u{2028}");
+    fs::create_dir(&out).unwrap();
+    let place = &mut |_: &_, disk: &longhaul_parcel::Disk| Ok(out.join(&disk.name));
+    let (disks, read) = import(&parcel, &stage.key, place).unwrap();
+    let report = ImportReport::of(&parcel, (&disks, &read), 1_800_000_000);
+    let file = stage.path().join("report.json");
+    fs::write(&file, report.sign(&stage.key).unwrap()).unwrap();
+    let mut command = Command::new("/usr/bin/python3");
+    command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/report.py"));
+    command.arg(stage.key.text().as_str()).arg(&file);
+    let output = command.output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout),
+        "proved\n",
+        "{errors}"
+    );
+    command = Command::new("/usr/bin/python3");
+    command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/report.py"));
+    command.arg("00".repeat(32)).arg(&file);
+    assert_eq!(command.output().unwrap().stdout, b"refused\n");
 }

@@ -1,9 +1,15 @@
 //! Formats parcels.
 
+mod plan;
+mod status;
+
+pub(crate) use plan::planned;
+pub(crate) use status::{checked, list, status};
+
 use super::figure::part_of;
 use super::image::under_way;
 use crate::cli::paint::{Line, Tone, table};
-use crate::cli::parcel::{DeviceDocument, ExportDocument, ImportDocument, VerifyDocument};
+use crate::cli::parcel::{DeviceDocument, ExportDocument, ImportDocument, VerifyDocument, count};
 use longhaul_parcel::{CELL_BYTES, Step};
 use longhaul_protocol::units::show_bytes;
 
@@ -46,6 +52,10 @@ pub(crate) fn exported(document: &ExportDocument) -> Vec<Line> {
         "  send its key another way: longhaul parcel key {}",
         document.name
     )));
+    lines.push(Line::text(format!(
+        "  when the devices leave: longhaul parcel ship {} --courier TEXT --number TEXT",
+        document.name
+    )));
     lines
 }
 
@@ -70,19 +80,15 @@ pub(crate) fn imported(document: &ImportDocument) -> Vec<Line> {
         let recovered = count(document.recovered_cells, "cell");
         lines.push(Line::text(format!("  {recovered} recovered from parity")));
     }
+    lines.push(Line::text(format!(
+        "  send this report to the source, which compares it: {}",
+        document.report.display()
+    )));
     lines.push(Line::text(
         "  what has changed since travels when the guest moves: longhaul migrate GUEST --to THIS \
          HOST, at the source",
     ));
     lines
-}
-
-/// Returns a number of things in words.
-fn count(number: u64, one: &str) -> String {
-    match number {
-        1 => format!("1 {one}"),
-        number => format!("{number} {one}s"),
-    }
 }
 
 fn state(device: &DeviceDocument) -> Line {

@@ -1,0 +1,209 @@
+//! Parcels at their destination.
+
+use super::{DeviceDocument, ImportDocument, ImportedDocument, VerifyDocument, no_image, now_s};
+use crate::cli::error::CliError;
+use crate::cli::output::Output;
+use crate::cli::picture::Picture;
+use crate::cli::show::parcel as shown;
+use longhaul_migration::host::config::Config;
+use longhaul_migration::host::set_aside::set_aside_as;
+use longhaul_parcel::{
+    Damage, DataKey, Device, Header, ImportError, ImportReport, ImportedDisk, Parcel, import,
+};
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use zeroize::Zeroizing;
+
+/// The folder of reports, in the state folder.
+const REPORTS: &str = "parcel-reports";
+/// The most bytes of a key file.
+const KEY_FILE_BYTES_MAX: u64 = 1024;
+
+/// Reads a parcel's key.
+fn read_key(file: &Path) -> Result<DataKey, CliError> {
+    let mut text = Zeroizing::new(String::new());
+    let read = match file == Path::new("-") {
+        true => std::io::stdin()
+            .take(KEY_FILE_BYTES_MAX)
+            .read_to_string(&mut text),
+        false => {
+            File::open(file).and_then(|it| it.take(KEY_FILE_BYTES_MAX).read_to_string(&mut text))
+        }
+    };
+    let cannot = |why: String| {
+        let hint = "the source prints it: longhaul parcel key NAME";
+        CliError::parcel(
+            format!("the key in {} cannot be read: {why}", file.display()),
+            Some(hint.to_owned()),
+        )
+    };
+    read.map_err(|error| cannot(error.to_string()))?;
+    text.trim()
+        .parse()
+        .map_err(|error: longhaul_parcel::KeyError| cannot(error.to_string()))
+}
+
+/// Returns where a disk goes: beside the path at which its guest will have it.
+fn place(config: &Config, name: &str) -> Result<PathBuf, CliError> {
+    let image = config
+        .hypervisor
+        .images
+        .get(name)
+        .ok_or_else(|| no_image(name))?;
+    let path = set_aside_as(&image.path);
+    let is_there = |path: &Path| fs::symlink_metadata(path).is_ok();
+    match (is_there(&image.path), is_there(&path)) {
+        (true, _) => Err(CliError::usage(
+            format!("{} exists: it may be a guest's disk", image.path.display()),
+            "a disk is imported where its guest will arrive, and that must be free; a volume \
+             cannot take one yet",
+        )),
+        (false, true) => Err(CliError::usage(
+            format!("{} exists, from an earlier import or move", path.display()),
+            "it serves the same purpose; remove it if the parcel is newer",
+        )),
+        (false, false) => Ok(path),
+    }
+}
+
+/// Imports a parcel, and writes the report for its source.
+pub(super) fn bring(
+    output: &Output,
+    config: &Config,
+    key_file: &Path,
+    paths: &[PathBuf],
+) -> Result<u8, CliError> {
+    let key = read_key(key_file)?;
+    let parcel = open(paths)?;
+    let mut refused = None;
+    let picture = Picture::new(output);
+    let imported = import(&parcel, &key, &mut |guest, disk| {
+        picture.draw(|_| shown::importing(&guest.name, &disk.name));
+        place(config, &disk.name).map_err(|error| {
+            refused = Some(error);
+            ImportError::Nothing
+        })
+    });
+    picture.clear();
+    let (disks, report) = match (refused, imported) {
+        (Some(error), _) => return Err(error),
+        (None, imported) => imported?,
+    };
+    let signed = ImportReport::of(&parcel, (&disks, &report), now_s()).sign(&key);
+    let written = signed
+        .map_err(|error| error.to_string())
+        .and_then(|signed| write_report(config, &parcel.header().name, &signed));
+    let report_file = written.map_err(|error| {
+        CliError::parcel(
+            format!("the disks are imported, but their report cannot be written: {error}"),
+            Some("for a report, remove them and import the parcel again".to_owned()),
+        )
+    })?;
+    let each = disks.into_iter().map(|disk| {
+        let ImportedDisk {
+            guest,
+            disk,
+            path,
+            bytes,
+            digest,
+            time,
+            ..
+        } = disk;
+        ImportedDocument {
+            guest,
+            image: disk,
+            path,
+            bytes,
+            digest,
+            exported: time,
+        }
+    });
+    let document = ImportDocument {
+        parcel: parcel.id().to_string(),
+        name: parcel.header().name.clone(),
+        disks: each.collect(),
+        recovered_cells: report.recovered,
+        report: report_file,
+    };
+    super::super::show(output, &document, || shown::imported(&document))?;
+    Ok(0)
+}
+
+/// Writes a report durably beside the host's other state, and returns its path.
+fn write_report(config: &Config, name: &str, signed: &[u8]) -> Result<PathBuf, String> {
+    let folder = config.state.join(REPORTS);
+    let fails = |path: &Path| {
+        let path = path.display().to_string();
+        move |error: std::io::Error| format!("{path}: {error}")
+    };
+    fs::create_dir_all(&folder).map_err(fails(&folder))?;
+    let path = folder.join(format!("{name}-{}.json", now_s()));
+    let new = folder.join(format!(".{name}.new"));
+    let mut options = OpenOptions::new();
+    let options = options.write(true).create(true).truncate(true).mode(0o600);
+    let mut file = options.open(&new).map_err(fails(&new))?;
+    file.write_all(signed).map_err(fails(&new))?;
+    file.sync_all().map_err(fails(&new))?;
+    fs::rename(&new, &path).map_err(fails(&path))?;
+    let synced = File::open(&folder).and_then(|folder| folder.sync_all());
+    synced.map_err(fails(&folder))?;
+    Ok(path)
+}
+
+fn open(paths: &[PathBuf]) -> Result<Parcel, CliError> {
+    let open = |path: &PathBuf| Device::open(path, false);
+    let devices = paths.iter().map(open).collect::<Result<_, _>>()?;
+    Ok(Parcel::open(devices)?)
+}
+
+/// Verifies a parcel.
+pub(super) fn verify(output: &Output, paths: &[PathBuf]) -> Result<u8, CliError> {
+    let parcel = open(paths)?;
+    let (picture, rows) = (Picture::new(output), parcel.rows());
+    let name = &parcel.header().name;
+    let report = parcel.verify(&mut |read| {
+        picture.draw(|width| shown::verifying(name, read, rows, width));
+    });
+    picture.clear();
+    let damage_of = |device| {
+        let mut damage = report.damage.iter();
+        damage.find(|(number, _)| *number == device)
+    };
+    let devices = (0..parcel.header().devices.len()).map(|device| {
+        let (cells, rows, error) = match damage_of(device) {
+            Some((_, Damage::Cells { cells, rows, error })) => (*cells, &rows[..], error.clone()),
+            None | Some((_, Damage::Absent)) => (0, &[][..], None),
+        };
+        DeviceDocument {
+            device,
+            path: parcel.device(device).map(|it| it.path().to_path_buf()),
+            damaged_cells: cells,
+            damaged_rows: rows.to_vec(),
+            error,
+        }
+    });
+    let Header {
+        parcel: id,
+        name,
+        to,
+        created,
+        parity,
+        key,
+        ..
+    } = parcel.header();
+    let document = VerifyDocument {
+        parcel: id.to_string(),
+        name: name.clone(),
+        to: to.clone(),
+        created: *created,
+        key: key.to_string(),
+        parity: *parity,
+        rows: report.rows,
+        devices: devices.collect(),
+        lost_cells: report.lost,
+    };
+    super::super::show(output, &document, || shown::verified(&document))?;
+    Ok(u8::from(document.lost_cells > 0))
+}

@@ -1,0 +1,318 @@
+//! What goes into a parcel, and onto which devices.
+
+use super::document::{Document, JobDisk, JobGuest, KnownGuest, Next};
+use super::error::{JobError, io_at};
+use super::moment::Untracked;
+use super::{DURABLE_EVERY, Job};
+use crate::cell::CELL_BYTES;
+use crate::device::Device;
+use crate::header::check_name;
+use crate::key::DataKey;
+use crate::layout::Layout;
+use crate::reader::header_at;
+use crate::record::{Disk, Guest, Record};
+use crate::writer::{Settings, WriteError, Writer};
+use longhaul_storage::disk::{Disk as _, RawDisk};
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The most characters of a site's name.
+const SITE_CHARS_MAX: usize = 100;
+
+impl Job {
+    /// Makes a parcel and draws its key. `folder` is the job's, and does not exist.
+    ///
+    /// # Errors
+    /// When there is such a job, or it cannot be called so.
+    pub fn make(folder: &Path, settings: &Settings) -> Result<Self, JobError> {
+        check_name(&settings.name).map_err(WriteError::from)?;
+        let site = &settings.to;
+        let is_short = (1..=SITE_CHARS_MAX).contains(&site.chars().count());
+        if !is_short || site.chars().any(char::is_control) {
+            return Err(JobError::Site(site.chars().take(SITE_CHARS_MAX).collect()));
+        }
+        let parent = folder.parent().unwrap_or(Path::new("/"));
+        fs::create_dir_all(parent).map_err(io_at(parent))?;
+        match fs::create_dir(folder) {
+            // One that was interrupted before its document was there is made again.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            created => created.map_err(io_at(folder))?,
+        }
+        let lock = Self::lock_folder(folder, &settings.name)?;
+        match Document::read(folder) {
+            Err(JobError::Unknown(_)) => {}
+            Ok(_) => return Err(JobError::Exists(settings.name.clone())),
+            Err(error) => return Err(error),
+        }
+        let key = DataKey::draw()?;
+        let job = Self {
+            folder: folder.to_path_buf(),
+            document: Document {
+                name: settings.name.clone(),
+                to: settings.to.clone(),
+                key: key.text().to_string(),
+                devices: Vec::new(),
+                guests: Vec::new(),
+                position: None,
+                version: 1,
+                next: Next::default(),
+                consolidates: false,
+                sealed: false,
+                parity: settings.parity,
+                created: settings.now,
+                begun: None,
+                limit: None,
+                parcel: None,
+                seals: Vec::new(),
+                shipped: None,
+                confirmed: None,
+            },
+            key,
+            durable_every: DURABLE_EVERY,
+            tracking: Box::new(Untracked),
+        };
+        job.save()?;
+        drop(lock);
+        Ok(job)
+    }
+
+    /// Makes a parcel, adds its guests, and begins its devices. If that fails, nothing is left.
+    ///
+    /// # Errors
+    /// As [`make`](Self::make), [`add`](Self::add) and [`begin`](Self::begin).
+    pub fn create(
+        folder: &Path,
+        settings: &Settings,
+        (devices, limit): (&[PathBuf], Option<u64>),
+        guests: Vec<JobGuest>,
+    ) -> Result<Self, JobError> {
+        let mut job = Self::make(folder, settings)?;
+        let begun = job.add(guests);
+        let begun = begun.and_then(|()| job.begin(devices, limit, settings.now));
+        if begun.is_err() {
+            // Nothing was written that is worth a key.
+            fs::remove_dir_all(folder).map_err(io_at(folder))?;
+        }
+        begun.map(|()| job)
+    }
+
+    /// Adds guests, and disks of guests that it has. A disk that it has is not added again.
+    ///
+    /// # Errors
+    /// When a disk cannot be opened, a name is taken, or the parcel does not take more now.
+    pub fn add(&mut self, guests: Vec<JobGuest>) -> Result<(), JobError> {
+        let _lock = self.lock()?;
+        self.is_here()?;
+        let mut names = BTreeSet::new();
+        for guest in &guests {
+            let disks = guest.disks.iter().map(|disk| ("disk", disk.name.as_str()));
+            for name in disks.chain([("guest", guest.name.as_str())]) {
+                if !names.insert(name) {
+                    return Err(JobError::Twice(name.0, name.1.to_owned()));
+                }
+            }
+        }
+        for guest in guests {
+            self.add_guest(guest)?;
+        }
+        self.save()
+    }
+
+    fn add_guest(&mut self, guest: JobGuest) -> Result<(), JobError> {
+        let mut known = self.document.guests.iter();
+        let known = known.position(|known| known.name == guest.name);
+        let others = self.document.guests.iter().enumerate();
+        let others = others.filter(|(number, _)| Some(*number) != known);
+        let theirs: BTreeSet<&str> = others
+            .flat_map(|(_, other)| other.disks.iter().map(|it| it.disk.name.as_str()))
+            .collect();
+        if let Some(taken) = guest.disks.iter().find(|it| theirs.contains(&*it.name)) {
+            return Err(JobError::Twice("disk", taken.name.clone()));
+        }
+        let has = |disk: &JobDisk| {
+            let known = known.and_then(|number| self.document.guests.get(number));
+            known.is_some_and(|known| known.disks.iter().any(|it| it.disk.name == disk.name))
+        };
+        let name = guest.name.clone();
+        let new = KnownGuest::look(JobGuest {
+            disks: guest.disks.into_iter().filter(|it| !has(it)).collect(),
+            name: guest.name,
+        })?;
+        let number = known.unwrap_or(self.document.guests.len());
+        let is_past = number < self.document.next.guest && !self.document.sealed;
+        if is_past && !new.disks.is_empty() {
+            return Err(JobError::Past {
+                parcel: self.document.name.clone(),
+                guest: name,
+            });
+        }
+        match self.document.guests.get_mut(number) {
+            Some(known) => known.disks.extend(new.disks),
+            None => self.document.guests.push(new),
+        }
+        // What the format refuses is refused now.
+        let whole = self.document.guests.get(number);
+        whole.map_or(Ok(()), |whole| {
+            record_of(number, whole).encode()?;
+            Ok(())
+        })
+    }
+
+    /// Begins to write on devices. Those of a parcel that was begun are looked for at these paths.
+    ///
+    /// # Errors
+    /// When they cannot be used, or are not those of the parcel.
+    pub fn begin(
+        &mut self,
+        devices: &[PathBuf],
+        limit: Option<u64>,
+        now: u64,
+    ) -> Result<(), JobError> {
+        let _lock = self.lock()?;
+        if self.document.position.is_some() {
+            return self.find(devices);
+        }
+        if self.document.guests.is_empty() {
+            return Err(JobError::NoGuests(self.document.name.clone()));
+        }
+        // What an interrupted beginning has left.
+        let before = std::mem::take(&mut self.document.devices);
+        self.clear(&before)?;
+        let limit = limit.or(self.document.limit);
+        let devices = match devices {
+            [] => &before[..],
+            named => named,
+        };
+        if devices.is_empty() {
+            return Err(JobError::NoDevices(self.document.name.clone()));
+        }
+        let mut places = BTreeSet::new();
+        for at in devices {
+            if !places.insert(fs::canonicalize(at).map_err(io_at(at))?) {
+                let at = at.display().to_string();
+                return Err(JobError::Twice("device", at));
+            }
+        }
+        let cells = vec![1; devices.len()];
+        Layout::new(&cells, self.document.parity).map_err(WriteError::from)?;
+        // A file may have grown since its guest was added.
+        for known in self.document.guests.iter_mut().flat_map(|it| &mut it.disks) {
+            known.bytes = RawDisk::open_to_read(&known.disk.path)?.size_bytes();
+        }
+        self.document.devices = devices.to_vec();
+        self.document.limit = limit;
+        self.save()?;
+        let begun = self.write_first(devices, limit);
+        if begun.is_err() {
+            self.document.devices.clear();
+            self.save()?;
+        }
+        let writer = begun?;
+        self.document.position = Some(writer.position());
+        self.document.devices = writer.paths();
+        self.document.begun = Some(now);
+        self.save()
+    }
+
+    /// Returns what the file of a device is called.
+    fn device_name(&self, number: usize) -> String {
+        format!("{}-{number}", self.document.name)
+    }
+
+    fn write_first(&self, at: &[PathBuf], limit: Option<u64>) -> Result<Writer, JobError> {
+        let mut devices: Vec<Device> = Vec::new();
+        for (number, at) in at.iter().enumerate() {
+            match Device::create(at, &self.device_name(number), limit) {
+                Ok(device) => devices.push(device),
+                Err(error) => {
+                    devices.iter().for_each(Device::remove);
+                    return Err(error.into());
+                }
+            }
+        }
+        let settings = Settings {
+            name: self.document.name.clone(),
+            to: self.document.to.clone(),
+            parity: self.document.parity,
+            now: self.document.created,
+        };
+        let writer = Writer::create(devices, &settings, &self.key);
+        if writer.is_err() {
+            self.clear(at)?;
+        }
+        Ok(writer?)
+    }
+
+    /// Removes the files that a beginning has left in folders: each has at most its first cell, and
+    /// no other parcel's. A block device stays as it is, and is refused if it is not empty.
+    fn clear(&self, devices: &[PathBuf]) -> Result<(), JobError> {
+        for (number, at) in devices.iter().enumerate() {
+            let path = at.join(format!("{}.parcel", self.device_name(number)));
+            let length = match fs::metadata(&path) {
+                Ok(file) if file.is_file() => file.len(),
+                _ => continue,
+            };
+            let is_ours = match length {
+                0 => true,
+                length if length <= CELL_BYTES as u64 => {
+                    let header = header_at(&Device::open(&path, false)?, 0);
+                    let fingerprint = self.key.fingerprint()?;
+                    // A torn cell has no header.
+                    header.is_ok_and(|it| it.is_none_or(|(it, _)| it.key == fingerprint))
+                }
+                _ => false,
+            };
+            if is_ours {
+                fs::remove_file(&path).map_err(io_at(&path))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes where the devices of a parcel that was begun are now.
+    fn find(&mut self, paths: &[PathBuf]) -> Result<(), JobError> {
+        for path in paths {
+            let other = || JobError::OtherDevice {
+                parcel: self.document.name.clone(),
+                path: path.clone(),
+            };
+            let device = Device::open(path, false)?;
+            let (header, proof) = header_at(&device, 0)?.ok_or_else(other)?;
+            let is_ours = header.key == self.key.fingerprint()?
+                && proof.is_by(&self.key.of_headers(&header.parcel)?);
+            let place = self.document.devices.get_mut(usize::from(header.device));
+            match place.filter(|_| is_ours) {
+                Some(place) => *place = device.path().to_path_buf(),
+                None => {
+                    return Err(JobError::OtherDevice {
+                        parcel: self.document.name.clone(),
+                        path: path.clone(),
+                    });
+                }
+            }
+        }
+        match paths {
+            [] => Ok(()),
+            _ => self.save(),
+        }
+    }
+}
+
+/// Returns the record of a guest.
+pub(super) fn record_of(number: usize, guest: &KnownGuest) -> Record {
+    let known = guest.disks.iter().zip(0..);
+    Record::Guest(Guest {
+        guest: number as u32,
+        name: guest.name.clone(),
+        disks: known
+            .map(|(known, number)| Disk {
+                disk: number,
+                name: known.disk.name.clone(),
+                bytes: known.bytes,
+            })
+            .collect(),
+        description: serde_json::Value::Null,
+    })
+}
