@@ -120,6 +120,21 @@ impl Job {
         self
     }
 
+    /// Returns the guests.
+    pub fn guests(&self) -> Vec<JobGuest> {
+        let guests = self.document.guests.iter().map(|guest| JobGuest {
+            name: guest.name.clone(),
+            disks: guest.disks.iter().map(|known| known.disk.clone()).collect(),
+        });
+        guests.collect()
+    }
+
+    /// Returns whether the last version of a guest is of one moment.
+    pub fn is_of_one_moment(&self, guest: &str) -> bool {
+        let mut guests = self.document.guests.iter();
+        guests.any(|known| known.name == guest && known.consistent)
+    }
+
     /// Returns the data key.
     pub fn key(&self) -> &DataKey {
         &self.key

@@ -1,7 +1,7 @@
 //! Tests disks that travel by courier while their guest goes on, and what has changed since over
 //! the link.
 
-use crate::stage::{DISK_BYTES, Stage};
+use crate::stage::{DISK_BYTES, GUEST, Stage};
 use std::fs;
 use std::path::PathBuf;
 
@@ -25,7 +25,7 @@ fn disks_travel_by_courier_and_what_has_changed_over_the_link() {
     let folder = stage.lab.host(0).unwrap().folder().to_owned();
     let boxes: Vec<PathBuf> = (0..4).map(|n| folder.join(format!("usb{n}"))).collect();
     stage.parcel(0, &["create", "box", "--to", "paris", "--lose", "1"]);
-    stage.parcel(0, &["add", "box", "history=disk0,disk1,disk2"]);
+    stage.parcel(0, &["add", "box", &format!("{GUEST}=disk0,disk1,disk2")]);
     let mut words = ["export", "box", "--limit", "200MiB"]
         .map(str::to_owned)
         .to_vec();
@@ -36,12 +36,18 @@ fn disks_travel_by_courier_and_what_has_changed_over_the_link() {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let exported = stage.parcel(0, &words);
     assert_eq!(exported["devices"].as_array().unwrap().len(), boxes.len());
+    assert_eq!(exported["guests"][0]["consistent"], true, "{exported}");
+    let status = stage.parcel(0, &["status", "box"]);
+    for disk in status["guests"][0]["disks"].as_array().unwrap() {
+        assert_eq!(disk["next"]["does"], "changed", "{status}");
+    }
     // The guest goes on, the devices are brought up to date, and one of them is lost on the way.
     stage.goes_on();
     let first = exported["device_bytes"].as_u64().unwrap();
     let topped_up = stage.parcel(0, &["top-up", "box"]);
     assert_eq!(topped_up["parcel"], exported["parcel"]);
     assert!(topped_up["device_bytes"].as_u64().unwrap() > first);
+    assert_eq!(topped_up["guests"][0]["consistent"], true, "{topped_up}");
     let ship = ["ship", "box", "--courier", "DHL", "--number", "JD 1"];
     let shipped = stage.parcel(0, &ship);
     assert_eq!(shipped["steps"][2]["state"], "done", "{shipped}");
@@ -101,6 +107,6 @@ fn disks_travel_by_courier_and_what_has_changed_over_the_link() {
     eprintln!("{kept} bytes were there, {sent:?} were sent");
     assert!(kept > DISK_BYTES / 2, "{kept} {sent:?}");
     let status = stage.parcel(0, &["status", "box"]);
-    assert_eq!(status["left"], serde_json::json!(["history"]), "{status}");
+    assert_eq!(status["left"], serde_json::json!([GUEST]), "{status}");
     stage.judge(1);
 }

@@ -105,7 +105,7 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
             output.text(&script)?;
         }
         Command::Image(args) => return image::run(output, args),
-        Command::Parcel(args) => return parcel::run(output, args),
+        Command::Parcel(args) => return parcel::run(output, &client()?, args).await,
         // Handled before the runtime is created.
         Command::DiskFront(_) | Command::PageServer { .. } => {}
         Command::Realm(args) => return realm::realm(output, args).await,

@@ -1,10 +1,12 @@
-//! Implements `longhaul parcel`: works on the devices themselves, so it needs no agent.
+//! Implements `longhaul parcel`: works on the devices themselves. An agent is only needed for
+//! guests that run: it tracks their writes.
 
 mod destination;
 mod error;
 mod plan;
 mod source;
 mod steps;
+mod tracking;
 
 #[cfg(test)]
 pub(crate) use plan::compare;
@@ -16,6 +18,7 @@ use crate::cli::args::{ParcelArgs, ParcelCommand};
 use crate::cli::error::CliError;
 use crate::cli::now_unix_ms;
 use crate::cli::output::Output;
+use longhaul_api::Client;
 use longhaul_migration::host::config::Config;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -59,6 +62,18 @@ pub(crate) struct ExportDocument {
     pub(crate) key: String,
     /// Bytes that are used of the fullest device.
     pub(crate) device_bytes: u64,
+    pub(crate) guests: Vec<ExportedGuest>,
+}
+
+/// A guest that was exported.
+#[derive(Debug, Serialize)]
+pub(crate) struct ExportedGuest {
+    pub(crate) name: String,
+    /// Whether its disks are as they were at one moment.
+    pub(crate) consistent: bool,
+    /// Why they are not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) why: Option<String>,
 }
 
 /// A disk that was imported.
@@ -87,13 +102,17 @@ pub(crate) struct ImportDocument {
 }
 
 /// Runs the command.
-pub(crate) fn run(output: &Output, args: ParcelArgs) -> Result<u8, CliError> {
+pub(crate) async fn run(
+    output: &Output,
+    client: &Client,
+    args: ParcelArgs,
+) -> Result<u8, CliError> {
     let config = || Config::read(args.config.as_deref());
     match args.command {
         ParcelCommand::Create(args) => source::create(output, &config()?, args),
         ParcelCommand::Add { name, guests } => source::add(output, &config()?, &name, &guests),
-        ParcelCommand::Export(args) => source::export(output, &config()?, &args),
-        ParcelCommand::TopUp { name } => source::top_up(output, &config()?, &name),
+        ParcelCommand::Export(args) => source::export(output, client, &config()?, &args).await,
+        ParcelCommand::TopUp { name } => source::top_up(output, client, &config()?, &name).await,
         ParcelCommand::Ship(args) => source::ship(output, &config()?, args),
         ParcelCommand::Status { name: Some(name) } => source::status(output, &config()?, &name),
         ParcelCommand::Status { name: None } => source::list(output, &config()?),

@@ -1,10 +1,11 @@
 //! The moment that a version of a guest's disks has: a checkpoint of the exports that track them.
 
-use super::document::KnownGuest;
+use super::document::{KnownDisk, KnownGuest};
 use super::error::{JobError, io_at};
+use longhaul_storage::files::RealFiles;
 use longhaul_storage::front::FrontFolder;
 use longhaul_storage::front::tracking::{
-    self, Checkpoint, CheckpointError, Held, Request, TrackingId,
+    self, Changed, Checkpoint, CheckpointError, Held, Request, TrackingId,
 };
 use nix::sys::statvfs::statvfs;
 use serde::{Deserialize, Serialize};
@@ -70,6 +71,23 @@ pub(super) fn exports(
         tracking.export_of(&guest.name, image).map_err(io_at(image))
     });
     each.collect()
+}
+
+/// Returns how many bytes of a disk may have changed since its last version, if that is known.
+pub(super) fn changed_bytes(
+    tracking: &dyn Tracking,
+    guest: &str,
+    known: &KnownDisk,
+) -> Option<u64> {
+    // Whatever the reason is that it is not known, all of the disk is compared.
+    let export = tracking.export_of(guest, &known.disk.path).ok()??;
+    let record = TrackingId::of(&export).ok()?;
+    let since = known
+        .since
+        .as_ref()
+        .filter(|since| since.record == record)?;
+    let changed = Changed::since(&RealFiles, &export.tracked_writes(), since.from);
+    Some(changed.ok()??.bytes())
 }
 
 /// Notes for each disk of a guest what a copy that begins now will lack; nothing where its writes

@@ -3,6 +3,7 @@
 use super::Job;
 use super::document::{Confirmation, KnownDisk, Seal, Shipment};
 use super::error::JobError;
+use super::moment;
 use crate::device::Device;
 use crate::header::{Header, ParcelId};
 use crate::key::Fingerprint;
@@ -34,6 +35,13 @@ pub enum Reading {
         /// The version.
         with: u64,
     },
+    /// Only what may have changed since the version before is read: its writes are tracked.
+    Changed {
+        /// Bytes that may have changed so far.
+        bytes: u64,
+        /// The version.
+        with: u64,
+    },
     /// The version that is exported has it.
     Done,
 }
@@ -42,7 +50,9 @@ impl Reading {
     /// Returns the number of bytes that are read.
     pub fn bytes(&self) -> u64 {
         match self {
-            Self::Full { bytes, .. } | Self::Compare { bytes, .. } => *bytes,
+            Self::Full { bytes, .. }
+            | Self::Compare { bytes, .. }
+            | Self::Changed { bytes, .. } => *bytes,
             Self::Done => 0,
         }
     }
@@ -172,7 +182,7 @@ impl Job {
             GuestStatus {
                 name: guest.name.clone(),
                 disks: disks
-                    .map(|(at, known)| self.disk_status((number, at), known))
+                    .map(|(at, known)| self.disk_status((number, at), (&guest.name, known)))
                     .collect(),
             }
         });
@@ -210,7 +220,7 @@ impl Job {
         document.sealed && confirmed == Some(document.version) && self.added().is_none()
     }
 
-    fn disk_status(&self, at: (usize, usize), known: &KnownDisk) -> DiskStatus {
+    fn disk_status(&self, at: (usize, usize), (guest, known): (&str, &KnownDisk)) -> DiskStatus {
         let opened = RawDisk::open_to_read(&known.disk.path);
         let now = opened.as_ref().ok().map(|disk| disk.size_bytes());
         DiskStatus {
@@ -220,11 +230,16 @@ impl Job {
             now_bytes: now,
             allocated_bytes: now.and_then(|size| allocated(&known.disk.path, size)),
             error: opened.err().map(|error| error.to_string()),
-            next: self.reading(at, known, now),
+            next: self.reading(at, (guest, known), now),
         }
     }
 
-    fn reading(&self, at: (usize, usize), known: &KnownDisk, now: Option<u64>) -> Reading {
+    fn reading(
+        &self,
+        at: (usize, usize),
+        (guest, known): (&str, &KnownDisk),
+        now: Option<u64>,
+    ) -> Reading {
         let document = &self.document;
         let next = document.next;
         // A top-up looks at the size again, and so does a beginning.
@@ -244,13 +259,15 @@ impl Job {
             false => document.version - 1,
         };
         let bytes = bytes - from;
-        match self.digests(at, last).exists() {
-            true => Reading::Compare {
+        let changed = moment::changed_bytes(&*self.tracking, guest, known);
+        match (self.digests(at, last).exists(), changed) {
+            (true, Some(bytes)) => Reading::Changed { bytes, with: last },
+            (true, None) => Reading::Compare {
                 from,
                 bytes,
                 with: last,
             },
-            false => Reading::Full { from, bytes },
+            (false, _) => Reading::Full { from, bytes },
         }
     }
 

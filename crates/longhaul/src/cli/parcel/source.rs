@@ -1,19 +1,22 @@
 //! Parcels at their source.
 
 use super::steps::{StepDocument, steps};
-use super::{ExportDocument, no_image, now_s};
+use super::tracking::OfAgent;
+use super::{ExportDocument, ExportedGuest, no_image, now_s};
 use crate::cli::args::{CreateArgs, ExportArgs, ParcelGuest, ShipArgs};
 use crate::cli::error::CliError;
 use crate::cli::output::Output;
 use crate::cli::picture::Picture;
 use crate::cli::show::parcel as shown;
+use longhaul_api::Client;
 use longhaul_migration::host::config::Config;
 use longhaul_migration::host::set_aside::set_aside_as;
 use longhaul_parcel::{
     Checked, Date, Job, JobDisk, JobGuest, REPORT_BYTES_MAX, Settings, Shipment, SignedReport,
-    Status,
+    Status, Step,
 };
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -106,7 +109,14 @@ fn guest_of(config: &Config, guest: &ParcelGuest) -> Result<JobGuest, CliError> 
 }
 
 fn open(config: &Config, name: &str) -> Result<Job, CliError> {
-    Ok(Job::open(&job_folder(config, name)?)?)
+    let job = Job::open(&job_folder(config, name)?)?;
+    Ok(job.with_tracking(tracking(config)))
+}
+
+fn tracking(config: &Config) -> OfAgent {
+    OfAgent {
+        state: config.state.clone(),
+    }
 }
 
 fn guests_of(config: &Config, guests: &[ParcelGuest]) -> Result<Vec<JobGuest>, CliError> {
@@ -139,7 +149,12 @@ pub(super) fn add(
 }
 
 /// Begins an export, or goes on with one.
-pub(super) fn export(output: &Output, config: &Config, args: &ExportArgs) -> Result<u8, CliError> {
+pub(super) async fn export(
+    output: &Output,
+    client: &Client,
+    config: &Config,
+    args: &ExportArgs,
+) -> Result<u8, CliError> {
     let folder = job_folder(config, &args.name)?;
     let absolute = args.devices.iter().map(std::path::absolute);
     let devices: Vec<PathBuf> = absolute.collect::<Result<_, _>>()?;
@@ -160,16 +175,21 @@ pub(super) fn export(output: &Output, config: &Config, args: &ExportArgs) -> Res
             Job::create(&folder, &settings, (&devices, args.limit), guests)?
         }
     };
-    finish(output, job)
+    finish(output, client, config, job).await
 }
 
 /// Tops a parcel up, or goes on with a top-up.
-pub(super) fn top_up(output: &Output, config: &Config, name: &str) -> Result<u8, CliError> {
+pub(super) async fn top_up(
+    output: &Output,
+    client: &Client,
+    config: &Config,
+    name: &str,
+) -> Result<u8, CliError> {
     let mut job = open(config, name)?;
     if !job.tops_up() {
         job.top_up()?;
     }
-    finish(output, job)
+    finish(output, client, config, job).await
 }
 
 /// Notes a journey, or takes the note back.
@@ -317,19 +337,43 @@ pub(super) fn check(
 }
 
 /// Runs the job to its end, and shows the parcel.
-fn finish(output: &Output, mut job: Job) -> Result<u8, CliError> {
+async fn finish(
+    output: &Output,
+    client: &Client,
+    config: &Config,
+    job: Job,
+) -> Result<u8, CliError> {
+    let tracking = tracking(config);
+    let mut reasons = match job.is_sealed() {
+        // Nothing is read.
+        true => BTreeMap::new(),
+        false => tracking.begin(client, &job.guests()).await?,
+    };
+    let mut job = job.with_tracking(tracking);
     let picture = Picture::new(output);
     let parcel = job.run(now_s(), &mut |step| {
+        if let Step::MomentLost { guest, why } = step {
+            reasons.insert((*guest).to_owned(), (*why).to_owned());
+        }
         picture.draw(|width| shown::exporting(step, width));
     })?;
     picture.clear();
     let header = parcel.header();
+    let guests = job.guests().into_iter().map(|guest| {
+        let consistent = job.is_of_one_moment(&guest.name);
+        ExportedGuest {
+            why: reasons.remove(&guest.name).filter(|_| !consistent),
+            name: guest.name,
+            consistent,
+        }
+    });
     let document = ExportDocument {
         parcel: header.parcel.to_string(),
         name: header.name.clone(),
         devices: job.devices().to_vec(),
         key: header.key.to_string(),
         device_bytes: (header.row + 1) * longhaul_parcel::CELL_BYTES as u64,
+        guests: guests.collect(),
     };
     super::super::show(output, &document, || shown::exported(&document))?;
     Ok(0)

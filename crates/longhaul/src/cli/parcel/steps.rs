@@ -69,7 +69,7 @@ fn goes_on(status: &Status) -> Option<String> {
     let disk = under_way.next()?;
     let from = match disk.next {
         Reading::Full { from, .. } | Reading::Compare { from, .. } => from,
-        Reading::Done => 0,
+        Reading::Changed { .. } | Reading::Done => 0,
     };
     Some(format!(
         "at {} of {} of {}",

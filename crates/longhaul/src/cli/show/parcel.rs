@@ -9,7 +9,9 @@ pub(crate) use status::{checked, list, status};
 use super::figure::part_of;
 use super::image::under_way;
 use crate::cli::paint::{Line, Tone, table};
-use crate::cli::parcel::{DeviceDocument, ExportDocument, ImportDocument, VerifyDocument, count};
+use crate::cli::parcel::{
+    DeviceDocument, ExportDocument, ExportedGuest, ImportDocument, VerifyDocument, count,
+};
 use longhaul_parcel::{CELL_BYTES, Step};
 use longhaul_protocol::units::show_bytes;
 
@@ -23,7 +25,8 @@ pub(crate) fn verifying(name: &str, read: u64, all: u64, width: usize) -> Line {
 /// Formats the progress of an export.
 pub(crate) fn exporting(step: &Step<'_>, width: usize) -> Line {
     match *step {
-        Step::MomentLost { guest, why } => Line::text(format!("{guest}: {why}")),
+        // It is said at the end.
+        Step::MomentLost { guest, .. } => Line::text(format!("{guest}: another moment")),
         Step::Exports { disk, done, all } => under_way(
             format!("exporting {disk}"),
             done,
@@ -48,6 +51,7 @@ pub(crate) fn exported(document: &ExportDocument) -> Vec<Line> {
     );
     let mut lines = super::super::done(sealed);
     lines.extend(devices.map(Line::text));
+    lines.extend(document.guests.iter().map(exported_guest));
     lines.push(Line::text(format!(
         "  send its key another way: longhaul parcel key {}",
         document.name
@@ -57,6 +61,18 @@ pub(crate) fn exported(document: &ExportDocument) -> Vec<Line> {
         document.name
     )));
     lines
+}
+
+fn exported_guest(guest: &ExportedGuest) -> Line {
+    let line = Line::text(format!("  {}", guest.name));
+    match (guest.consistent, &guest.why) {
+        (true, _) => line.plain(": its disks are as they were at one moment"),
+        (false, None) => line.plain(": each part of its disks is as it was when it was read"),
+        (false, Some(why)) => line.tone(
+            Tone::Warn,
+            format!(": each part of its disks is as it was when it was read ({why})"),
+        ),
+    }
 }
 
 /// Formats the progress of an import.

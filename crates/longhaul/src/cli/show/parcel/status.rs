@@ -124,6 +124,10 @@ fn reading(guest: &GuestStatus, disk: &DiskStatus) -> Vec<Line> {
                 from(at)
             )
         }
+        Reading::Changed { bytes, with } => format!(
+            "{} may have changed since version {with}, and are read: its writes are tracked",
+            show_bytes(bytes)
+        ),
         Reading::Done => "done".to_owned(),
     };
     let size = match (&disk.error, disk.now_bytes) {
