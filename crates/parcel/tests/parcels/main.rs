@@ -14,4 +14,5 @@ mod lost;
 mod moments;
 mod python;
 mod stage;
+mod stale;
 mod steps;
