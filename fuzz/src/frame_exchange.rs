@@ -47,6 +47,7 @@ pub(crate) fn run(data: &[u8]) -> (usize, usize) {
                 Decision::Reference { .. }
                     | Decision::Shared { .. }
                     | Decision::Kept { .. }
+                    | Decision::KeptRun { .. }
                     | Decision::Changed { .. }
             )
         };
@@ -66,7 +67,8 @@ pub(crate) fn run(data: &[u8]) -> (usize, usize) {
                     }
                     // A fingerprint may miss a change, once in 16 million. The kept content is
                     // unknown.
-                    Decision::Changed { .. } | Decision::Kept { .. } => {}
+                    Decision::Changed { .. } | Decision::Kept { .. } | Decision::KeptRun { .. } => {
+                    }
                     other => panic!("{other:?} cannot be rejected"),
                 }
                 source.held[block] = None;
@@ -183,6 +185,7 @@ impl Source {
                     source: id(other),
                     digest,
                 },
+                _ if how & 0x28 == 0x28 => Decision::KeptRun { digest },
                 _ if how & 0x20 != 0 => Decision::Kept { digest },
                 (Some(base), _) => Decision::Changed { digest, base },
                 (None, _) => Decision::Literal { digest },
@@ -251,7 +254,7 @@ impl BlockSink for Memory {
         migration == OTHER
     }
 
-    fn read_kept(&mut self, id: BlockId, _: &Digest, content: &mut Block) -> bool {
+    fn read_kept(&mut self, id: BlockId, _: Option<&Digest>, content: &mut Block) -> bool {
         *content = self.other[id.block as usize];
         true
     }

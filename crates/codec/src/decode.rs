@@ -9,14 +9,16 @@
 //! its regions: a frame with an error changes nothing.
 
 use crate::compress::{Decompressor, Method, scratch};
+use crate::digest::of_run;
 use crate::frame::{
     COMPRESSION_LONG, COMPRESSION_LONG_BEGINS, COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD,
     Entry, FRAME_VERSION, HEADER_BYTES, Header, KIND_DELTA, KIND_DUPLICATE, KIND_KEPT,
-    KIND_LITERAL, KIND_REFERENCE, KIND_SHARED, KIND_ZERO, Kind, ORDER_BYTES,
+    KIND_KEPT_RUN, KIND_LITERAL, KIND_REFERENCE, KIND_SHARED, KIND_ZERO, Kind, ORDER_BYTES,
 };
 use crate::{BlockId, Digest, DigestKey, Hasher, delta};
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId};
+use std::ops::Range;
 use std::{fmt, io};
 
 /// Bytes of a digest in a frame.
@@ -66,12 +68,12 @@ pub trait BlockSink {
         content: &mut [u8; BLOCK_SIZE],
     ) -> bool;
 
-    /// Reads known content that may have this digest: of this very block, or of any; `false` where
-    /// there is none.
+    /// Reads known content that may have this digest: of this very block, or of any; without a
+    /// digest only of this very block. `false` where there is none.
     fn read_kept(
         &mut self,
         _id: BlockId,
-        _digest: &Digest,
+        _digest: Option<&Digest>,
         _content: &mut [u8; BLOCK_SIZE],
     ) -> bool {
         false
@@ -292,6 +294,7 @@ impl Decoder {
             wanted: Vec::new(),
             stale: 0,
             references: Vec::new(),
+            runs: Vec::new(),
             rejected: Vec::new(),
         };
         applying.leave_out_stale(&parsed.entries, |id| sink.accepts(id, seq));
@@ -381,7 +384,9 @@ impl<'a> Parsed<'a> {
                     )?;
                 }
                 // The length of another guest's region is only known when it is read.
-                Kind::Zero | Kind::Duplicate { .. } | Kind::Shared { .. } | Kind::Kept => {}
+                Kind::Zero | Kind::Duplicate { .. } | Kind::Shared { .. } => {}
+                // Known content is looked for.
+                Kind::Kept | Kind::KeptRun => {}
             }
             entries.push(parsed);
         }
@@ -548,6 +553,10 @@ impl<'a> Reader<'a> {
                 digests = self.digests(count)?;
                 Kind::Kept
             }
+            KIND_KEPT_RUN => {
+                digests = self.digests(1)?;
+                Kind::KeptRun
+            }
             other => return Err(FrameError::Kind(other)),
         };
         let entry = Entry {
@@ -629,6 +638,7 @@ struct Applying {
     wanted: Vec<(RegionId, BlockRange, Place)>,
     stale: u64,
     references: Vec<Reference>,
+    runs: Vec<Run>,
     rejected: Vec<(RegionId, BlockRange)>,
 }
 
@@ -641,6 +651,15 @@ enum Holder {
     Other(MigrationId),
     /// No guest: it is known content.
     Kept,
+    /// No guest: it is known content of this very block.
+    KeptHere,
+}
+
+/// References that hold together, or not at all.
+#[derive(Debug)]
+struct Run {
+    references: Range<usize>,
+    digest: [u8; DIGEST_BYTES],
 }
 
 /// A block that is to be read at the destination.
@@ -663,6 +682,10 @@ impl Applying {
         } in entries
         {
             let region = entry.region;
+            if entry.kind == Kind::KeptRun {
+                self.take_run(region, entry.range, digests, &accepts);
+                continue;
+            }
             let mut continues = false;
             for (index, block) in entry.range.blocks().enumerate() {
                 if !accepts(BlockId { region, block }) {
@@ -695,6 +718,8 @@ impl Applying {
                         let source = BlockId { region, block };
                         self.refer(Holder::Kept, source, digests[index], None)
                     }
+                    // It was taken as a whole.
+                    Kind::KeptRun => continue,
                     Kind::Delta => {
                         let source = BlockId { region, block };
                         self.refer(Holder::Guest, source, digests[index], Some(delta + index))
@@ -707,6 +732,34 @@ impl Applying {
                 continues = true;
             }
         }
+    }
+
+    /// Takes a run. All its blocks are read, also those that are not wanted: its digest is that of
+    /// all.
+    fn take_run(
+        &mut self,
+        region: RegionId,
+        range: BlockRange,
+        digests: &[[u8; DIGEST_BYTES]],
+        accepts: impl Fn(BlockId) -> bool,
+    ) {
+        let first = self.references.len();
+        let mut continues = false;
+        for block in range.blocks() {
+            let source = BlockId { region, block };
+            let place = self.refer(Holder::KeptHere, source, [0; DIGEST_BYTES], None);
+            let accepted = accepts(source);
+            match self.wanted.last_mut() {
+                _ if !accepted => self.stale += 1,
+                Some((_, range, _)) if continues => range.count += 1,
+                _ => self.wanted.push((region, BlockRange::new(block, 1), place)),
+            }
+            continues = accepted;
+        }
+        self.runs.extend(digests.first().map(|digest| Run {
+            references: first..self.references.len(),
+            digest: *digest,
+        }));
     }
 
     fn refer(
@@ -742,7 +795,8 @@ impl Applying {
             reference.holds = match reference.holder {
                 Holder::Guest => sink.read(reference.source, content),
                 Holder::Other(migration) => sink.read_shared(migration, reference.source, content),
-                Holder::Kept => sink.read_kept(reference.source, &reference.digest, content),
+                Holder::Kept => sink.read_kept(reference.source, Some(&reference.digest), content),
+                Holder::KeptHere => sink.read_kept(reference.source, None, content),
             };
             if let Some(delta) = reference.delta {
                 delta::apply(content, deltas[delta]);
@@ -750,6 +804,16 @@ impl Applying {
         }
         let mut digests = Vec::with_capacity(contents.len());
         hasher.digest_blocks(contents, &mut digests);
+        for run in &self.runs {
+            let references = &mut self.references[run.references.clone()];
+            let found = &digests[run.references.clone()];
+            let bytes: Vec<u8> = found.iter().flat_map(|digest| digest.0).collect();
+            let holds = references.iter().all(|reference| reference.holds);
+            let holds = holds && of_run(&bytes).0 == run.digest;
+            for (reference, digest) in references.iter_mut().zip(found) {
+                (reference.digest, reference.holds) = (*digest, holds);
+            }
+        }
         for (reference, digest) in self.references.iter_mut().zip(&digests) {
             reference.holds &= reference.digest == *digest;
         }

@@ -208,6 +208,12 @@ impl Hasher {
     }
 }
 
+/// Returns the digest of consecutive blocks, from the bytes of their digests. It needs no key: those
+/// have one.
+pub(crate) fn of_run(digests: &[u8]) -> Digest {
+    cut(blake3::hash(digests).as_bytes())
+}
+
 fn cut(hash: &[u8; CV]) -> Digest {
     let mut digest = [0; 16];
     digest.copy_from_slice(&hash[..16]);

@@ -1,6 +1,7 @@
 //! Encodes blocks into frames at the source.
 
 use crate::compress::{Compressor, Method};
+use crate::digest::of_run;
 use crate::frame::{
     COMPRESSION_LONG, COMPRESSION_LONG_BEGINS, COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD,
     Entry, HEADER_BYTES, Header, Kind, ORDER_BYTES,
@@ -53,6 +54,12 @@ pub enum Decision {
     /// As a digest of content that the destination may know, in this very block or anywhere; the
     /// destination verifies the content that it finds.
     Kept {
+        /// The content's digest.
+        digest: Digest,
+    },
+    /// As part of a run of content that the destination may know in these very blocks: one digest
+    /// is sent for consecutive blocks.
+    KeptRun {
         /// The content's digest.
         digest: Digest,
     },
@@ -295,6 +302,11 @@ impl Encoder {
                 self.entries.push(id, Kind::Kept);
                 self.entries.digests.extend_from_slice(&digest.0);
             }
+            Decision::KeptRun { digest } => {
+                self.versions.sent(id, &digest, &content[index]);
+                self.entries.push(id, Kind::KeptRun);
+                self.entries.digests.extend_from_slice(&digest.0);
+            }
             Decision::Literal { digest } => {
                 self.versions.sent(id, &digest, &content[index]);
                 self.add_content(id, index, content, &digest, counts);
@@ -355,7 +367,7 @@ struct Entries {
     bytes: Vec<u8>,
     count: u16,
     open: Option<Entry>,
-    /// Digests of the open entry, if it has any.
+    /// Digests of the blocks of the open entry, if it has any.
     digests: Vec<u8>,
 }
 
@@ -386,6 +398,11 @@ impl Entries {
     fn close(&mut self) {
         if let Some(entry) = self.open.take() {
             entry.write(&mut self.bytes);
+            if entry.kind == Kind::KeptRun {
+                let run = of_run(&self.digests);
+                self.bytes.extend_from_slice(&run.0);
+                self.digests.clear();
+            }
             self.bytes.append(&mut self.digests);
         }
     }

@@ -25,6 +25,11 @@ pub(crate) const KIND_REFERENCE: u8 = 3;
 pub(crate) const KIND_DELTA: u8 = 4;
 pub(crate) const KIND_SHARED: u8 = 5;
 pub(crate) const KIND_KEPT: u8 = 6;
+pub(crate) const KIND_KEPT_RUN: u8 = 7;
+
+/// Blocks of a region whose content is compared by one digest at most: a run does not pass a
+/// multiple of this.
+pub const RUN_BLOCKS: u64 = 64;
 
 /// The part of a frame before its entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -98,6 +103,8 @@ pub(crate) enum Kind {
     },
     /// Content that the destination may know; a digest for each follows.
     Kept,
+    /// Content that the destination may know in these very blocks; one digest of all follows.
+    KeptRun,
     /// The next deltas of the payload, against the destination's content of these very blocks; a
     /// digest of each result follows.
     Delta,
@@ -120,6 +127,7 @@ impl Entry {
             | (Kind::Literal, Kind::Literal)
             | (Kind::Delta, Kind::Delta)
             | (Kind::Kept, Kind::Kept) => true,
+            (Kind::KeptRun, Kind::KeptRun) => !block.is_multiple_of(RUN_BLOCKS),
             (Kind::Duplicate { literal: first }, Kind::Duplicate { literal }) => {
                 first.checked_add(count) == Some(literal)
             }
@@ -165,12 +173,13 @@ impl Entry {
             Kind::Delta => KIND_DELTA,
             Kind::Shared { .. } => KIND_SHARED,
             Kind::Kept => KIND_KEPT,
+            Kind::KeptRun => KIND_KEPT_RUN,
         });
         write_varint(bytes, u64::from(self.region.0));
         write_varint(bytes, self.range.start);
         write_varint(bytes, self.range.count);
         match self.kind {
-            Kind::Zero | Kind::Literal | Kind::Delta | Kind::Kept => {}
+            Kind::Zero | Kind::Literal | Kind::Delta | Kind::Kept | Kind::KeptRun => {}
             Kind::Duplicate { literal } => write_varint(bytes, literal),
             Kind::Reference { region, start } => {
                 write_varint(bytes, u64::from(region.0));

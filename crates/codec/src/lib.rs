@@ -33,7 +33,7 @@ pub use decode::{
 };
 pub use digest::{Digest, DigestKey, Hasher, Staged, fingerprint, is_zero};
 pub use encode::{BlockId, Decision, EncodeError, EncodedFrame, Encoder};
-pub use frame::FRAME_VERSION;
+pub use frame::{FRAME_VERSION, RUN_BLOCKS};
 pub use in_order::InOrder;
 pub use pack::{pack, unpack};
 pub use policy::CompressionPolicy;

@@ -77,7 +77,7 @@ impl BlockSink for MemorySink {
         shared.map(|held| *content = *held).is_some()
     }
 
-    fn read_kept(&mut self, id: BlockId, _: &Digest, content: &mut Block) -> bool {
+    fn read_kept(&mut self, id: BlockId, _: Option<&Digest>, content: &mut Block) -> bool {
         let kept = self.kept.get(&id);
         kept.map(|kept| *content = *kept).is_some()
     }

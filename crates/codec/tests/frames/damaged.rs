@@ -155,7 +155,7 @@ fn headers_are_checked() {
 
 #[test]
 fn entries_are_checked() {
-    assert_eq!(refused(&entries(1, &[7, 0, 0, 1])), FrameError::Kind(7));
+    assert_eq!(refused(&entries(1, &[8, 0, 0, 1])), FrameError::Kind(8));
     assert_eq!(refused(&entries(1, &[0, 0, 0, 0])), FrameError::Empty);
     assert_eq!(
         refused(&entries(1, &[0, 1, 0, 1])),

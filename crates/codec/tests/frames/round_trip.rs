@@ -244,6 +244,38 @@ fn what_was_kept_is_taken_where_it_is_still_the_same() {
     assert_eq!(sink.content(id(0, 1)), [0; BLOCK_SIZE]);
 }
 
+#[test]
+fn a_run_is_taken_as_a_whole_where_it_is_still_the_same() {
+    let mut sink = MemorySink::new();
+    for block in 0..200 {
+        sink.kept.insert(id(0, block), text(block));
+    }
+    sink.kept.insert(id(0, 70), noise(1));
+    let run = |block| Decision::KeptRun {
+        digest: digest(&text(block)),
+    };
+    let blocks: Vec<_> = (60..140)
+        .map(|block| (id(0, block), text(block), run(block)))
+        .collect();
+    // Something newer is there already.
+    let newer = encode(
+        9,
+        &[(id(0, 62), noise(2), literal(&noise(2)))],
+        Compression::Raw,
+    );
+    decode(&newer.bytes, &mut sink).unwrap();
+    let frame = encode(1, &blocks, Compression::Raw);
+    assert_eq!(frame.bytes.len(), 20 + 3 * 16 + 2 * 4 + 5, "three entries");
+    let outcome = decode(&frame.bytes, &mut sink).unwrap();
+    let rejected = vec![(RegionId(0), BlockRange::new(64, 64))];
+    assert_eq!((outcome.applied, outcome.rejected), (3 + 12, rejected));
+    assert_eq!(outcome.stale, 1);
+    assert_eq!(sink.content(id(0, 62)), noise(2));
+    assert_eq!(sink.content(id(0, 63)), text(63));
+    assert_eq!(sink.content(id(0, 70)), [0; BLOCK_SIZE]);
+    assert_eq!(sink.content(id(0, 139)), text(139));
+}
+
 /// Returns content in two versions that differ in one word, with the digests of both.
 fn changed(seed: u64, word: usize) -> (Block, Decision) {
     let mut content = text(seed);

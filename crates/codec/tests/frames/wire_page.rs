@@ -56,9 +56,10 @@ impl BlockSink for Notes {
         (of, source) == (OTHER, id(0, 16))
     }
 
-    fn read_kept(&mut self, source: BlockId, of: &Digest, content: &mut Block) -> bool {
+    fn read_kept(&mut self, source: BlockId, of: Option<&Digest>, content: &mut Block) -> bool {
         *content = STARS;
-        source == id(1, 7) && *of == digest(&STARS)
+        let is_it = |of: &Digest| source == id(1, 7) && *of == digest(&STARS);
+        of.map_or(source.region == RegionId(1), is_it)
     }
 
     fn apply(&mut self, _: u64, writes: &[BlockWrite<'_>]) -> Result<(), Self::Error> {
@@ -145,6 +146,21 @@ fn kept() {
     assert_eq!((outcome.seq, outcome.applied), (264, 1));
     let stars = Some(STARS.to_vec());
     assert_eq!(notes.writes, [(1, BlockRange::new(7, 1), stars)]);
+}
+
+#[test]
+fn kept_run() {
+    let frame = example("kept run");
+    let run = Decision::KeptRun {
+        digest: digest(&STARS),
+    };
+    let blocks = [5, 6, 7].map(|block| (id(1, block), STARS, run));
+    let ours = encode(265, &blocks, Compression::Raw).bytes;
+    assert_eq!(ours, frame);
+    let (outcome, notes) = decode(&frame);
+    assert_eq!((outcome.seq, outcome.applied), (265, 3));
+    let stars = Some(STARS.repeat(3));
+    assert_eq!(notes.writes, [(1, BlockRange::new(5, 3), stars)]);
 }
 
 #[test]

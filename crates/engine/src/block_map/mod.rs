@@ -496,6 +496,14 @@ impl BlockMap {
         self.set_pending(index, Class::Rest);
     }
 
+    /// Records that the destination does not have the block as part of a run.
+    pub(crate) fn rejected_in_run(&mut self, index: usize) {
+        let block = self.records.get_mut(index);
+        block.flags &= !(IN_FLIGHT | KNOWN);
+        block.sent_seq = 0;
+        self.set_pending(index, Class::Rest);
+    }
+
     /// Records that a frame with blocks of this chunk is no longer in flight.
     pub(crate) fn settle(&mut self, chunk: usize) {
         self.records.settle(chunk, self.pending[chunk]);

@@ -1,10 +1,12 @@
 //! Blocks of known content: the destination has cached blocks of the guest or holds them in its
 //! files, so a block travels as its digest alone, and as a literal if the destination did not find
-//! it.
+//! it. Before that, the blocks of a chunk travel as a run, with one digest for all of them.
 
 use super::{Source, SourceError};
-use longhaul_codec::BlockId;
+use crate::chunk;
+use longhaul_codec::{BlockId, RUN_BLOCKS};
 use longhaul_protocol::{BlockRange, RegionId};
+use std::collections::BTreeSet;
 
 /// Blocks of a region that are sent as digests before the hit rate is known.
 const TRIED_MIN: u64 = 4096;
@@ -16,6 +18,26 @@ const WORTH_ONE_IN: u64 = 32;
 /// chunks keep records here, and the destination keeps records of the blocks.
 const FOR_NOTHING_MAX: u64 = 1 << 15;
 
+/// Blocks of a region that are sent in runs before it is known how many of them are found.
+const RUNS_TRIED_MIN: u64 = 64 * RUN_BLOCKS;
+/// After that, runs are sent as long as one in this many is found: a run that is not found costs a
+/// quarter of a block's digest for each block, and a round trip.
+const RUN_WORTH_ONE_IN: u64 = 8;
+/// Limit on chunks whose runs were not found.
+const SPLIT_MAX: usize = 1 << 16;
+const _: () = assert!(
+    RUN_BLOCKS == chunk::CHUNK_BLOCKS,
+    "runs are those of chunks"
+);
+
+/// A block that was sent as a digest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Named {
+    pub(super) id: BlockId,
+    /// Whether the digest is that of a run.
+    pub(super) in_run: bool,
+}
+
 /// The hit rate of digests in a region.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
@@ -23,6 +45,10 @@ pub(super) struct Kept {
     unanswered: u64,
     found: u64,
     for_nothing: u64,
+    /// Blocks that were found, and were not, in runs.
+    in_runs: [u64; 2],
+    /// Chunks whose runs were not found: their blocks are sent as digests of their own.
+    split: BTreeSet<usize>,
 }
 
 impl Kept {
@@ -59,12 +85,28 @@ impl Kept {
         self.found + self.for_nothing
     }
 
+    /// Returns whether a block that is sent as a digest is part of a run.
+    fn tries_run(&self, index: usize) -> bool {
+        let [found, failed] = self.in_runs;
+        let is_worth_it = found.saturating_mul(RUN_WORTH_ONE_IN) > failed;
+        let is_early = found + failed < RUNS_TRIED_MIN;
+        let has_room = self.split.len() < SPLIT_MAX;
+        (is_early || is_worth_it) && has_room && !self.split.contains(&chunk::of(index as u64))
+    }
+
     /// Records whether the destination found a block.
-    fn answered(&mut self, is_there: bool) {
+    fn answered(&mut self, named: Named, is_there: bool) {
         self.unanswered = self.unanswered.saturating_sub(1);
-        match is_there {
-            true => self.found += 1,
-            false => self.for_nothing += 1,
+        match (named.in_run, is_there) {
+            (_, true) => self.found += 1,
+            (false, false) => self.for_nothing += 1,
+            // It is sent as a digest of its own.
+            (true, false) => {
+                self.split.insert(chunk::of(named.id.block));
+            }
+        }
+        if named.in_run {
+            self.in_runs[usize::from(!is_there)] += 1;
         }
     }
 }
@@ -89,6 +131,17 @@ impl Source {
         Ok(())
     }
 
+    /// Lets blocks be compared in runs, which the destination must understand.
+    pub fn use_runs(&mut self) {
+        self.runs = true;
+    }
+
+    /// Returns whether a block that is sent as a digest is part of a run.
+    pub(super) fn tries_run(&self, region: RegionId, index: usize) -> bool {
+        let kept = self.regions[region].kept.as_ref();
+        self.runs && kept.is_some_and(|kept| kept.tries_run(index))
+    }
+
     /// Returns whether a block is sent as a digest alone. Recently written and wanted blocks are
     /// not.
     pub(super) fn tries(&mut self, region: RegionId, index: usize) -> bool {
@@ -104,15 +157,12 @@ impl Source {
     }
 
     /// Records the answers for blocks sent as digests, once the destination has answered for all
-    /// frames that carried them.
+    /// frames that carried them. Returns those that were rejected in runs, in ascending order.
     pub(super) fn named_answered(
         &mut self,
-        mut named: Vec<BlockId>,
+        mut named: Vec<Named>,
         rejected: &[(RegionId, BlockRange)],
-    ) {
-        if named.is_empty() {
-            return;
-        }
+    ) -> Vec<BlockId> {
         named.sort_unstable();
         let mut missing = vec![false; named.len()];
         for (region, range) in rejected {
@@ -121,21 +171,24 @@ impl Source {
                     region: *region,
                     block,
                 };
-                named.partition_point(|other| *other < id)
+                named.partition_point(|other| other.id < id)
             };
             missing[at(range.start)..at(range.start + range.count)].fill(true);
         }
-        for (id, missing) in named.iter().zip(missing) {
-            if let Some(kept) = self.kept_of(id.region) {
-                kept.answered(!missing);
+        let mut again = Vec::new();
+        for (named, missing) in named.into_iter().zip(missing) {
+            if let Some(kept) = self.kept_of(named.id.region) {
+                kept.answered(named, !missing);
             }
             self.sent.kept_blocks -= u64::from(missing);
+            again.extend((missing && named.in_run).then_some(named.id));
         }
+        again
     }
 
     /// Records that the digests are no longer in flight, without an answer.
-    pub(super) fn named_lost(&mut self, named: &[BlockId]) {
-        for id in named {
+    pub(super) fn named_lost(&mut self, named: &[Named]) {
+        for Named { id, .. } in named {
             if let Some(kept) = self.kept_of(id.region) {
                 kept.unanswered = kept.unanswered.saturating_sub(1);
             }

@@ -20,6 +20,7 @@ mod region;
 mod sending;
 mod stopping;
 
+use self::kept::Named;
 use crate::content_index::{ContentIndex, TaggedIndex};
 use crate::gang::Gang;
 use crate::overwriting::Overwriting;
@@ -105,7 +106,7 @@ struct Flight {
     /// Blocks that its references point to.
     pinned: Vec<BlockId>,
     /// Blocks that are sent as digests alone.
-    named: Vec<BlockId>,
+    named: Vec<Named>,
     /// The kind that sent, where both had something to send.
     turn: Option<Turn>,
 }
@@ -133,6 +134,8 @@ pub struct Source {
     tagged: TaggedIndex,
     references: bool,
     disk_references: bool,
+    /// Whether the destination understands runs of known content.
+    runs: bool,
     /// Blocks whose encoding was rejected, and that wait to travel as literals.
     whole_blocks: u64,
     gang: Option<Box<dyn Gang>>,
@@ -223,6 +226,7 @@ impl Source {
             tagged: TaggedIndex::default(),
             references: true,
             disk_references: true,
+            runs: false,
             whole_blocks: 0,
             gang: None,
             flights: BTreeMap::new(),
@@ -478,15 +482,21 @@ impl Source {
                 named.extend(flight.named);
             }
         }
-        self.named_answered(named, &message.rejected);
-        for (region, range) in &message.rejected {
+        let again = self.named_answered(named, &message.rejected);
+        for (id, range) in &message.rejected {
             self.sent.rejected_blocks += range.count;
-            self.whole_blocks += range.count;
-            let region = self.region(*region, *range)?;
-            range
-                .blocks()
-                .for_each(|block| region.map.rejected(block as usize));
+            let region = self.region(*id, *range)?;
+            let mut whole = 0;
+            for block in range.blocks() {
+                let in_run = again.binary_search(&BlockId { region: *id, block }).is_ok();
+                match in_run {
+                    true => region.map.rejected_in_run(block as usize),
+                    false => region.map.rejected(block as usize),
+                }
+                whole += u64::from(!in_run);
+            }
             region.want_promised();
+            self.whole_blocks += whole;
         }
         self.sync = Duration::from_micros(message.sync_us.into());
         Ok(())

@@ -1,6 +1,7 @@
 //! The content of frames: which blocks a frame carries and how each travels, in three steps (take,
 //! decide, encoded).
 
+use super::kept::Named;
 use super::{Flight, Region, Source, SourceError};
 use crate::block_map::{Class, ZERO};
 use crate::chunk;
@@ -280,8 +281,12 @@ impl Source {
             } else if is_first && self.tries(id.region, index) {
                 self.sent.kept_blocks += 1;
                 content_blocks -= 1;
-                named.push(*id);
-                Decision::Kept { digest }
+                let in_run = self.tries_run(id.region, index);
+                named.push(Named { id: *id, in_run });
+                match in_run {
+                    true => Decision::KeptRun { digest },
+                    false => Decision::Kept { digest },
+                }
             } else {
                 self.sent.literal_blocks += 1;
                 match base.filter(|base| *base != ZERO) {

@@ -1,13 +1,13 @@
 //! Tests known content: blocks that are sent as digests.
 
 use super::{DISK, MEMORY, MS, source, spec, take_with, try_take_with, write};
-use longhaul_codec::{BlockId, Decision};
+use longhaul_codec::{BlockId, Decision, RUN_BLOCKS};
 use longhaul_engine::source::{Advice, Source};
 use longhaul_engine::stop::Wish;
 use longhaul_engine::strategy::Strategy;
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::{BlockRange, RegionId};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 /// Sends everything, with a number of frames in flight; for the blocks that `keeps` names a digest
@@ -71,6 +71,75 @@ fn what_the_destination_kept_is_named_and_what_it_did_not_comes_whole() {
         assert!(literal >= 1000 - named + for_nothing, "{literal}");
         assert!(source.kept(RegionId(2)).is_err());
     }
+}
+
+/// Sends everything; the destination has the blocks that `keeps` names. Returns how many digests
+/// travelled, and how many blocks of the disk travelled whole.
+fn send_runs(source: &mut Source, keeps: impl Fn(BlockId) -> bool) -> (usize, usize) {
+    let (mut digests, mut whole) = (0, 0);
+    while source.advise(MS) == Advice::Send {
+        let Some((batch, decisions)) = try_take_with(source, |id| id.block + 1) else {
+            continue;
+        };
+        let mut runs: BTreeMap<(RegionId, u64), Vec<BlockId>> = BTreeMap::new();
+        let mut rejected = Vec::new();
+        for (id, decision) in batch.blocks.iter().zip(&decisions) {
+            let in_chunk = (id.region, id.block / RUN_BLOCKS);
+            match decision {
+                Decision::KeptRun { .. } => runs.entry(in_chunk).or_default().push(*id),
+                Decision::Kept { .. } => {
+                    digests += 1;
+                    rejected.extend((!keeps(*id)).then_some(*id));
+                }
+                Decision::Literal { .. } if id.region == DISK => whole += 1,
+                _ => {}
+            }
+        }
+        for run in runs.into_values() {
+            digests += 1;
+            if !run.iter().all(|id| keeps(*id)) {
+                rejected.extend(run);
+            }
+        }
+        let rejected = rejected.into_iter();
+        let message = Acknowledgement {
+            applied: vec![(batch.seq, 1)],
+            rejected: rejected
+                .map(|id| (id.region, BlockRange::new(id.block, 1)))
+                .collect(),
+            ..Acknowledgement::default()
+        };
+        source.acknowledged(&message).unwrap();
+    }
+    (digests, whole)
+}
+
+#[test]
+fn chunks_that_are_as_they_were_cost_a_digest_each() {
+    for strategy in [Strategy::PRECOPY, Strategy::MIRROR] {
+        let mut source = source(strategy, 64_000);
+        source.kept(DISK).unwrap();
+        source.use_runs();
+        // A block of every tenth chunk has changed.
+        let keeps = |id: BlockId| !(id.block + 5).is_multiple_of(640);
+        let (digests, whole) = send_runs(&mut source, keeps);
+        // Each changed chunk is compared as a run, and then block by block.
+        assert!((1000..1000 + 100 * 65).contains(&digests), "{digests}");
+        assert_eq!(whole, 100);
+        assert_eq!(source.known_content(), (64_000 - 100, 100));
+        assert_eq!(source.sent().kept_blocks, 64_000 - 100);
+    }
+}
+
+#[test]
+fn runs_end_where_every_chunk_has_changed() {
+    let mut source = source(Strategy::PRECOPY, 64_000);
+    source.kept(DISK).unwrap();
+    source.use_runs();
+    let (digests, _) = send_runs(&mut source, |id| !id.block.is_multiple_of(64));
+    // A part of each of some hundred chunks was tried as a run.
+    assert!((64_000 + 64..64_000 + 300).contains(&digests), "{digests}");
+    assert_eq!(source.known_content(), (63_000, 1000));
 }
 
 /// On a fast machine a whole region is in flight before the first answer arrives.

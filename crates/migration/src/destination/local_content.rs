@@ -70,11 +70,18 @@ impl Kept {
 
     /// Reads the former content of a block, or an indexed block with this digest. Returns false if
     /// neither is found. The caller compares the content with the digest.
-    pub(crate) fn read(&self, id: BlockId, digest: &Digest, into: &mut [u8; BLOCK_SIZE]) -> bool {
+    pub(crate) fn read(
+        &self,
+        id: BlockId,
+        digest: Option<&Digest>,
+        into: &mut [u8; BLOCK_SIZE],
+    ) -> bool {
         let in_place = self.read_in_place(id, into);
-        match &self.held {
-            None => in_place,
-            Some(held) => in_place && held.is(into, digest) || held.read(digest, into),
+        match (&self.held, digest) {
+            (None, _) | (_, None) => in_place,
+            (Some(held), Some(digest)) => {
+                in_place && held.is(into, digest) || held.read(digest, into)
+            }
         }
     }
 
@@ -152,7 +159,7 @@ mod tests {
         let digest = Digest([0; 16]);
         let read = |region, block| {
             let mut content = [0; BLOCK_SIZE];
-            let read = kept.read(BlockId { region, block }, &digest, &mut content);
+            let read = kept.read(BlockId { region, block }, Some(&digest), &mut content);
             read.then_some(content)
         };
         assert_eq!(read(first, 0), Some([7; BLOCK_SIZE]));

@@ -625,7 +625,12 @@ impl BlockSink for Sink<'_> {
         self.others.look(migration, id, content)
     }
 
-    fn read_kept(&mut self, id: BlockId, digest: &Digest, content: &mut [u8; BLOCK_SIZE]) -> bool {
+    fn read_kept(
+        &mut self,
+        id: BlockId,
+        digest: Option<&Digest>,
+        content: &mut [u8; BLOCK_SIZE],
+    ) -> bool {
         self.kept.read(id, digest, content)
     }
 

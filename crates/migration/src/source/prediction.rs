@@ -4,6 +4,7 @@ use crate::source::convergence;
 use crate::source::sample::Sampled;
 use crate::status::predictions::{Figures, Kind, Predictions};
 use longhaul_api::{Convergence, PredictedRange, Prediction, Strategy};
+use longhaul_codec::RUN_BLOCKS;
 use longhaul_engine::forecast::{
     Follows, Forecast, Guess, Inputs, LIKELIHOOD_PERCENT, Range, Sent, forecast,
 };
@@ -249,7 +250,13 @@ fn inputs(asking: &Asking) -> Option<(Inputs, f64)> {
     };
     let digest = match asking.holds {
         Holds::Nothing => 0.0,
-        _ => DIGEST_BYTES / (content.share().unwrap_or(1.0) * BLOCK_SIZE as f64),
+        // A run of blocks that are there has one digest; others are compared block by block.
+        _ => {
+            let there = (1.0 - missing.likely).clamp(0.0, 1.0);
+            let runs = there.powi(RUN_BLOCKS as i32);
+            let digests = (1.0 - runs) + 1.0 / RUN_BLOCKS as f64;
+            digests * DIGEST_BYTES / (content.share().unwrap_or(1.0) * BLOCK_SIZE as f64)
+        }
     };
     let missing_share = Guess {
         likely: missing.likely + (1.0 - missing.likely).max(0.0) * digest,

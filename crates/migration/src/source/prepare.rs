@@ -42,7 +42,7 @@ use longhaul_protocol::message::{
     DisksOffer, FilesOffer, Keeps, Offer, PortsOffer, Query, ToDestination, ToSource, Verdict,
 };
 use longhaul_protocol::port;
-use longhaul_protocol::wire::{VERSION_OF_PORTS, VERSION_OF_POSTCOPY};
+use longhaul_protocol::wire::{VERSION_OF_PORTS, VERSION_OF_POSTCOPY, VERSION_OF_RUNS};
 use longhaul_protocol::{Attempt, BLOCK_SIZE, Generation, MigrationId};
 use longhaul_storage::Journal;
 use longhaul_transport::{CloseCode, Control};
@@ -502,7 +502,8 @@ impl Preparing {
         if let Some(key) = keeps.digest_key {
             offer.digest_key = key;
         }
-        let sending = self.sending(offer, outbound, &keeps)?;
+        let version = session.control.peer().version;
+        let sending = self.sending(offer, outbound, (&keeps, version))?;
         let slow_at_most = convergence::slow_at_most(&self.request.convergence);
         let before = outbound.next_rate();
         self.entry
@@ -527,7 +528,7 @@ impl Preparing {
         &self,
         offer: &Offer,
         outbound: &SourceQemu,
-        keeps: &Keeps,
+        (keeps, version): (&Keeps, u16),
     ) -> Result<Arc<Sending>, ApiError> {
         let downtime = Duration::from_millis(self.request.downtime_ms);
         let internal = |error: SourceError| failure::internal(&error.to_string());
@@ -550,6 +551,9 @@ impl Preparing {
             let mut kept = keeps.regions.iter();
             kept.try_for_each(|region| engine.kept(*region))
                 .map_err(internal)?;
+            if version >= VERSION_OF_RUNS {
+                engine.use_runs();
+            }
         }
         engine.use_disk_references(encoding.disk_references.unwrap_or(true));
         if references {
