@@ -3,6 +3,7 @@
 use crate::bisect;
 use crate::cell::{BODY_BYTES, CELL_BYTES, Cell, NAME_BYTES, Name};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use std::fmt::Debug;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt};
@@ -57,26 +58,99 @@ pub enum DeviceError {
 /// The fewest cells of a device: the first header, one row, and two more headers.
 const CELLS_MIN: u64 = 4;
 
+/// What holds the bytes of a device: a file or a block device, or what tests have in its place.
+pub(crate) trait Medium: Debug + Send + Sync {
+    /// Returns the length of a file in bytes.
+    fn length(&self) -> io::Result<u64>;
+    /// Reads until the buffer is full.
+    fn read_at(&self, at: u64, bytes: &mut [u8]) -> io::Result<()>;
+    /// Writes all of the bytes.
+    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()>;
+    /// Makes everything durable that was written.
+    fn sync(&self) -> io::Result<()>;
+    /// Drops what the system keeps of it in memory.
+    fn forget(&self) -> io::Result<()>;
+    /// Removes the file.
+    fn remove(&self, path: &Path) -> io::Result<()>;
+}
+
+impl Medium for File {
+    fn length(&self) -> io::Result<u64> {
+        Ok(self.metadata()?.len())
+    }
+
+    fn read_at(&self, at: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.read_exact_at(bytes, at)
+    }
+
+    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        self.write_all_at(bytes, at)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.sync_data()
+    }
+
+    fn forget(&self) -> io::Result<()> {
+        posix_fadvise(self, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
+        Ok(())
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        fs::remove_file(path)
+    }
+}
+
+/// A medium at its place.
+#[derive(Debug)]
+pub(crate) struct Found {
+    pub(crate) path: PathBuf,
+    pub(crate) medium: Box<dyn Medium>,
+    pub(crate) is_block: bool,
+    /// The bytes that it has, or of a new file those that are free.
+    pub(crate) bytes: u64,
+}
+
+/// Where devices are.
+pub(crate) trait Media {
+    /// Makes a new file in a folder, or opens a block device.
+    fn make(&self, at: &Path, name: &str) -> Result<Found, DeviceError>;
+    /// Opens a file, the only device in a folder, or a block device.
+    fn find(&self, at: &Path, writable: bool) -> Result<Found, DeviceError>;
+}
+
+/// The machine's own.
+struct RealMedia;
+
+#[cfg(test)]
+thread_local! {
+    /// What this thread's devices are on in place of the machine's own.
+    pub(crate) static MEDIA: std::cell::RefCell<Option<std::sync::Arc<dyn Media>>> =
+        const { std::cell::RefCell::new(None) };
+}
+
+#[cfg(test)]
+fn media() -> std::sync::Arc<dyn Media> {
+    let set = MEDIA.with(|media| media.borrow().clone());
+    set.unwrap_or_else(|| std::sync::Arc::new(RealMedia))
+}
+
+#[cfg(not(test))]
+fn media() -> RealMedia {
+    RealMedia
+}
+
 /// An open device.
 #[derive(Debug)]
 pub struct Device {
     path: PathBuf,
-    file: File,
+    medium: Box<dyn Medium>,
     is_block: bool,
     capacity: u64,
 }
 
-fn is_block(path: &Path) -> io::Result<bool> {
-    Ok(fs::metadata(path)?.file_type().is_block_device())
-}
-
-impl Device {
-    /// Prepares a device that is to hold a parcel: a file of this name in a folder, or a block
-    /// device whose first cell is zeros. It has room for `limit` bytes, or for as much as is free.
-    ///
-    /// # Errors
-    /// When it is not empty, too small, or cannot be used.
-    pub fn create(at: &Path, name: &str, limit: Option<u64>) -> Result<Self, DeviceError> {
+impl Media for RealMedia {
+    fn make(&self, at: &Path, name: &str) -> Result<Found, DeviceError> {
         let fails = |path: &Path| {
             let path = path.to_path_buf();
             move |error| DeviceError::Io { path, error }
@@ -84,7 +158,7 @@ impl Device {
         let kind = fs::metadata(at).map_err(fails(at))?.file_type();
         let mut options = OpenOptions::new();
         options.read(true).write(true);
-        let (path, file, free) = match (kind.is_dir(), kind.is_block_device()) {
+        let (path, file, bytes) = match (kind.is_dir(), kind.is_block_device()) {
             (true, _) => {
                 let path = at.join(format!("{name}{SUFFIX}"));
                 let file = match options.create_new(true).open(&path) {
@@ -104,43 +178,15 @@ impl Device {
             }
             (false, false) => return Err(DeviceError::Unsuitable(at.to_path_buf())),
         };
-        let capacity = free.min(limit.unwrap_or(u64::MAX)) / CELL_BYTES as u64;
-        let device = Self {
-            is_block: kind.is_block_device(),
+        Ok(Found {
             path,
-            file,
-            capacity,
-        };
-        if capacity < CELLS_MIN {
-            device.remove();
-            let least = (CELLS_MIN * CELL_BYTES as u64) >> 20;
-            let path = device.path;
-            return Err(DeviceError::Small { path, least });
-        }
-        if device.is_block {
-            let mut first = Cell::new();
-            let read = device.read(0, &mut first).map_err(fails(&device.path))?;
-            if !read || first.bytes().iter().any(|byte| *byte != 0) {
-                return Err(DeviceError::NotEmpty(device.path));
-            }
-        }
-        Ok(device)
+            medium: Box::new(file),
+            is_block: kind.is_block_device(),
+            bytes,
+        })
     }
 
-    /// Removes a file that holds nothing.
-    pub(crate) fn remove(&self) {
-        if !self.is_block {
-            // An empty file that stays is refused as a device, and does no other harm.
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-
-    /// Opens a device that holds a parcel: a file, the only such file in a folder, or a block
-    /// device.
-    ///
-    /// # Errors
-    /// When it cannot be opened.
-    pub fn open(at: &Path, writable: bool) -> Result<Self, DeviceError> {
+    fn find(&self, at: &Path, writable: bool) -> Result<Found, DeviceError> {
         let fails = |error| DeviceError::Io {
             path: at.to_path_buf(),
             error,
@@ -174,14 +220,73 @@ impl Device {
             .write(writable)
             .open(&path)
             .map_err(fails)?;
-        let is_block = is_block(&path).map_err(fails)?;
-        let size = file.seek(SeekFrom::End(0)).map_err(fails)?;
-        Ok(Self {
-            is_block,
-            capacity: size.div_ceil(CELL_BYTES as u64),
+        let kind = fs::metadata(&path).map_err(fails)?.file_type();
+        let bytes = file.seek(SeekFrom::End(0)).map_err(fails)?;
+        Ok(Found {
             path,
-            file,
+            medium: Box::new(file),
+            is_block: kind.is_block_device(),
+            bytes,
         })
+    }
+}
+
+impl Device {
+    /// Prepares a device that is to hold a parcel: a file of this name in a folder, or a block
+    /// device whose first cell is zeros. It has room for `limit` bytes, or for as much as is free.
+    ///
+    /// # Errors
+    /// When it is not empty, too small, or cannot be used.
+    pub fn create(at: &Path, name: &str, limit: Option<u64>) -> Result<Self, DeviceError> {
+        let found = media().make(at, name)?;
+        let capacity = found.bytes.min(limit.unwrap_or(u64::MAX)) / CELL_BYTES as u64;
+        let device = Self::of(found, capacity);
+        if capacity < CELLS_MIN {
+            device.remove();
+            let least = (CELLS_MIN * CELL_BYTES as u64) >> 20;
+            let path = device.path;
+            return Err(DeviceError::Small { path, least });
+        }
+        if device.is_block {
+            let mut first = Cell::new();
+            let read = device.read(0, &mut first);
+            let read = read.map_err(|error| DeviceError::Io {
+                path: device.path.clone(),
+                error,
+            })?;
+            if !read || first.bytes().iter().any(|byte| *byte != 0) {
+                return Err(DeviceError::NotEmpty(device.path));
+            }
+        }
+        Ok(device)
+    }
+
+    /// Removes a file that holds nothing.
+    pub(crate) fn remove(&self) {
+        if !self.is_block {
+            // An empty file that stays is refused as a device, and does no other harm.
+            let _ = self.medium.remove(&self.path);
+        }
+    }
+
+    /// Opens a device that holds a parcel: a file, the only such file in a folder, or a block
+    /// device.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    pub fn open(at: &Path, writable: bool) -> Result<Self, DeviceError> {
+        let found = media().find(at, writable)?;
+        let capacity = found.bytes.div_ceil(CELL_BYTES as u64);
+        Ok(Self::of(found, capacity))
+    }
+
+    fn of(found: Found, capacity: u64) -> Self {
+        Self {
+            path: found.path,
+            medium: found.medium,
+            is_block: found.is_block,
+            capacity,
+        }
     }
 
     /// Returns the path of the file or the block device.
@@ -198,7 +303,7 @@ impl Device {
     /// perhaps some fewer.
     pub(crate) fn written(&self) -> io::Result<u64> {
         match self.is_block {
-            false => Ok(self.file.metadata()?.len().div_ceil(CELL_BYTES as u64)),
+            false => Ok(self.medium.length()?.div_ceil(CELL_BYTES as u64)),
             true => bisect::end(self.capacity, |row| Ok(self.peek(row)?.is_some())),
         }
     }
@@ -218,7 +323,7 @@ impl Device {
     }
 
     fn read_at(&self, at: u64, bytes: &mut [u8]) -> io::Result<bool> {
-        match self.file.read_exact_at(bytes, at) {
+        match self.medium.read_at(at, bytes) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
             Err(error) => Err(error),
@@ -236,17 +341,15 @@ impl Device {
     }
 
     pub(crate) fn write(&self, row: u64, cell: &Cell) -> io::Result<()> {
-        self.file
-            .write_all_at(cell.bytes(), row * CELL_BYTES as u64)
+        self.medium.write_at(row * CELL_BYTES as u64, cell.bytes())
     }
 
     pub(crate) fn sync(&self) -> io::Result<()> {
-        self.file.sync_data()
+        self.medium.sync()
     }
 
     /// Drops what the system keeps of it in memory: what is read then comes from the device.
     pub(crate) fn forget(&self) -> io::Result<()> {
-        posix_fadvise(&self.file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
-        Ok(())
+        self.medium.forget()
     }
 }
