@@ -1,13 +1,14 @@
 //! Records: what a parcel's log consists of.
 
+use crate::cell::SCALE;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
 /// Bytes of a chunk; the last one of a disk may be shorter.
-pub const CHUNK_BYTES: usize = 256 << 10;
+pub const CHUNK_BYTES: usize = (256 << 10) / SCALE;
 /// The most bytes of a record, without its kind and length.
-pub(crate) const RECORD_BYTES_MAX: usize = 1 << 20;
+pub(crate) const RECORD_BYTES_MAX: usize = (1 << 20) / SCALE;
 const DISKS_MAX: usize = 256;
 const NAME_BYTES_MAX: usize = 255;
 const DISK_BYTES_MAX: u64 = 1 << 50;
@@ -277,7 +278,7 @@ mod tests {
             .collect();
         for (content, most) in [
             (None, 0),
-            (Some(b"text ".repeat(50_000)), 1000),
+            (Some(b"text ".repeat(CHUNK_BYTES / 6)), 1000),
             (Some(noise), CHUNK_BYTES),
         ] {
             let record = chunk(content);
@@ -291,7 +292,7 @@ mod tests {
 
     #[test]
     fn what_is_not_a_record_is_refused() {
-        let (_, mut rest) = chunk(Some(vec![7; 5000])).encode().unwrap();
+        let (_, mut rest) = chunk(Some(vec![7; CHUNK_BYTES / 2])).encode().unwrap();
         for length in 0..rest.len() {
             assert!(
                 Record::decode(KIND_CHUNK, &rest[..length]).is_err(),
@@ -304,7 +305,7 @@ mod tests {
         assert!(Record::decode(KIND_GUEST, b"{}").is_err());
         // A small frame may not become something large.
         let bomb = zstd::bulk::compress(&vec![0; 64 << 20], 1).unwrap();
-        let (_, mut rest) = chunk(Some(vec![7; 5000])).encode().unwrap();
+        let (_, mut rest) = chunk(Some(vec![7; CHUNK_BYTES / 2])).encode().unwrap();
         rest.truncate(CHUNK_HEADER_BYTES);
         rest.extend(bomb);
         assert!(Record::decode(KIND_CHUNK, &rest).is_err());
