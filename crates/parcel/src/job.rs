@@ -6,6 +6,7 @@ use crate::key::{DataKey, KeyError};
 use crate::layout::Layout;
 use crate::reader::{OpenError, Parcel};
 use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, RecordError, Version, VersionDisk};
+use crate::room::used_bytes;
 use crate::tree::{Before, Tree};
 use crate::writer::{Position, Settings, WriteError, Writer};
 use longhaul_storage::disk::{Disk as _, OpenError as OpenDiskError, RawDisk};
@@ -455,6 +456,7 @@ impl Job {
                     disk: number,
                     name: known.disk.name.clone(),
                     bytes: known.bytes,
+                    used: used_bytes(&known.disk.path),
                 })
                 .collect(),
             description: serde_json::Value::Null,

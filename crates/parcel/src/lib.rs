@@ -18,6 +18,7 @@ mod log;
 mod parity;
 mod reader;
 mod record;
+mod room;
 mod row;
 mod tree;
 mod writer;

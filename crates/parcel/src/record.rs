@@ -52,6 +52,9 @@ pub struct Disk {
     pub name: String,
     /// Its size in bytes.
     pub bytes: u64,
+    /// The bytes that it took of its file system when it was exported, if that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub used: Option<u64>,
 }
 
 /// A guest whose disks are in the parcel.
