@@ -198,15 +198,24 @@ fn read(
     let mut failed = None;
     let read = parcel.read(key, |record| {
         number += 1;
-        let taken = take(record, number, to, guests, ends);
-        taken.map_err(|error| {
-            failed = Some(error);
-            "the import has failed"
-        })
+        // Where content is lost, records contradict what is left: that is said at the end.
+        if matches!(failed, Some(ImportError::Contradiction(_))) {
+            return Ok(());
+        }
+        match take(record, number, to, guests, ends) {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                let is_odd = matches!(error, ImportError::Contradiction(_));
+                failed = Some(error);
+                is_odd.then_some(()).ok_or("the import has failed")
+            }
+        }
     });
     match (failed, read) {
+        (None | Some(ImportError::Contradiction(_)), Ok(report)) if report.lost > 0 => {
+            Err(ImportError::Lost(report.lost))
+        }
         (Some(error), _) => Err(error),
-        (None, Ok(report)) if report.lost > 0 => Err(ImportError::Lost(report.lost)),
         (None, read) => Ok(read?),
     }
 }
@@ -356,6 +365,11 @@ fn finish(
     let mut imported = Vec::new();
     for guest in guests.values() {
         let Some((version, _)) = &guest.version else {
+            // An export of it was interrupted, and never completed.
+            for target in guest.targets.values() {
+                let removed = places.remove(&target.part);
+                removed.map_err(io_at(&target.part))?;
+            }
             continue;
         };
         for (number, target) in &guest.targets {
