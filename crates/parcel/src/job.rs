@@ -3,9 +3,11 @@
 use crate::device::{Device, DeviceError};
 use crate::header::check_name;
 use crate::key::{DataKey, KeyError};
-use crate::layout::Layout;
+use crate::layout::{CELLS_MAX, Layout};
 use crate::reader::{OpenError, Parcel};
-use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, RecordError, Version, VersionDisk};
+use crate::record::{
+    CHUNK_BYTES, Chunk, DISK_BYTES_MAX, Disk, Guest, Record, RecordError, Version, VersionDisk,
+};
 use crate::room::used_bytes;
 use crate::tree::{Before, Tree};
 use crate::writer::{Position, Settings, WriteError, Writer};
@@ -166,6 +168,23 @@ struct Document {
     sealed: bool,
 }
 
+impl Document {
+    /// Returns the document, if its numbers are those of an export.
+    fn checked(self) -> Result<Self, serde_json::Error> {
+        let disks = self.guests.iter().flat_map(|guest| &guest.disks);
+        let mut sizes = disks.map(|disk| disk.bytes);
+        let ends = |position: Position| position.header < position.end && position.end <= CELLS_MAX;
+        let is_known = self.position.is_none_or(ends)
+            && (1..u64::MAX).contains(&self.version)
+            && sizes.all(|bytes| bytes <= DISK_BYTES_MAX)
+            && self.next.chunk <= DISK_BYTES_MAX / CHUNK_BYTES as u64;
+        match is_known {
+            true => Ok(self),
+            false => Err(serde::de::Error::custom("it has impossible numbers")),
+        }
+    }
+}
+
 /// How far an export has come.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Step<'a> {
@@ -302,7 +321,8 @@ impl Job {
             io::ErrorKind::NotFound => JobError::Unknown(folder.to_path_buf()),
             _ => io_at(&path)(error),
         })?;
-        serde_json::from_slice(&text).map_err(|error| JobError::Document { path, error })
+        let document = serde_json::from_slice(&text).and_then(Document::checked);
+        document.map_err(|error| JobError::Document { path, error })
     }
 
     /// Keeps other commands from the job, and reads what the last one has left.

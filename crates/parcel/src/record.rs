@@ -11,7 +11,7 @@ pub const CHUNK_BYTES: usize = (256 << 10) / SCALE;
 pub(crate) const RECORD_BYTES_MAX: usize = (1 << 20) / SCALE;
 const DISKS_MAX: usize = 256;
 const NAME_BYTES_MAX: usize = 255;
-const DISK_BYTES_MAX: u64 = 1 << 50;
+pub(crate) const DISK_BYTES_MAX: u64 = 1 << 50;
 /// Bytes of a chunk record before its content.
 const CHUNK_HEADER_BYTES: usize = 20;
 /// A higher level costs more time than devices take to write what it saves.
