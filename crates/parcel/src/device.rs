@@ -147,6 +147,8 @@ pub struct Device {
     medium: Box<dyn Medium>,
     is_block: bool,
     capacity: u64,
+    /// Whether it held nothing when it was opened.
+    is_new: bool,
 }
 
 impl Media for RealMedia {
@@ -240,7 +242,8 @@ impl Device {
     pub fn create(at: &Path, name: &str, limit: Option<u64>) -> Result<Self, DeviceError> {
         let found = media().make(at, name)?;
         let capacity = found.bytes.min(limit.unwrap_or(u64::MAX)) / CELL_BYTES as u64;
-        let device = Self::of(found, capacity);
+        let mut device = Self::of(found, capacity);
+        device.is_new = !device.is_block;
         if capacity < CELLS_MIN {
             device.remove();
             let least = (CELLS_MIN * CELL_BYTES as u64) >> 20;
@@ -257,16 +260,20 @@ impl Device {
             if !read || first.bytes().iter().any(|byte| *byte != 0) {
                 return Err(DeviceError::NotEmpty(device.path));
             }
+            device.is_new = true;
         }
         Ok(device)
     }
 
-    /// Removes a file that holds nothing.
+    /// Makes a device usable again that was prepared and holds nothing of worth: removes its file,
+    /// or what was written of its first cell.
     pub(crate) fn remove(&self) {
-        if !self.is_block {
-            // An empty file that stays is refused as a device, and does no other harm.
-            let _ = self.medium.remove(&self.path);
-        }
+        // What stays is refused as a device, and does no other harm.
+        let _ = match (self.is_new, self.is_block) {
+            (false, _) => Ok(()),
+            (true, false) => self.medium.remove(&self.path),
+            (true, true) => self.write(0, &Cell::new()),
+        };
     }
 
     /// Opens a device that holds a parcel: a file, the only such file in a folder, or a block
@@ -286,6 +293,7 @@ impl Device {
             medium: found.medium,
             is_block: found.is_block,
             capacity,
+            is_new: false,
         }
     }
 
