@@ -161,6 +161,7 @@ impl Writer {
     ) -> Result<Self, WriteError> {
         let mut last: Option<Header> = None;
         let (mut next, mut latest) = (position.end, 0);
+        let mut all_written = Vec::new();
         let given = key.fingerprint()?;
         for (number, device) in devices.iter().enumerate() {
             let io = io_of(number, device);
@@ -169,6 +170,7 @@ impl Writer {
                 path: device.path().to_path_buf(),
             };
             let written = device.written().map_err(&io)?;
+            all_written.push(written);
             next = next.max(written.saturating_add(device.margin()));
             // A seal that was interrupted has begun a generation that counts for nothing.
             let name = written.checked_sub(1).map(|row| device.peek(row));
@@ -202,6 +204,19 @@ impl Writer {
             let path = devices.first().map(|device| device.path().to_path_buf());
             let path = path.unwrap_or_default();
             return Err(WriteError::OtherDevice { device: 0, path });
+        }
+        // An older copy of a device may be in its place.
+        let each = devices.iter().zip(all_written).zip(&header.devices);
+        for (number, ((device, written), cells)) in each.enumerate() {
+            if !is_as_it_was(device, written, (position, *cells, header.generation))
+                .map_err(io_of(number, device))?
+            {
+                let path = device.path().to_path_buf();
+                return Err(WriteError::OtherDevice {
+                    device: number,
+                    path,
+                });
+            }
         }
         if header.earlier.len() + 2 >= GENERATIONS_MAX {
             return Err(WriteError::Generations);
@@ -522,6 +537,25 @@ fn io_of(number: usize, device: &Device) -> impl Fn(io::Error) -> WriteError {
         path: path.clone(),
         error,
     }
+}
+
+/// Returns whether a device has what was durable on it: cells up to the position, and in the first
+/// and the last row of its generation none of another one. They may be damaged.
+fn is_as_it_was(
+    device: &Device,
+    written: u64,
+    (position, cells, generation): (Position, u64, u32),
+) -> io::Result<bool> {
+    for row in [position.header, position.end.saturating_sub(1)] {
+        if row >= cells {
+            continue;
+        }
+        let name = device.peek(row)?;
+        if row >= written || name.is_some_and(|name| name.generation != generation) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 fn cell_of(plain: &[u8]) -> Cell {
