@@ -29,9 +29,9 @@ pub enum DeviceError {
     },
     /// It holds something.
     #[error(
-        "{} is not empty: choose another device, or erase this one's first MiB if nothing on it is \
-         needed",
-        .0.display()
+        "{} is not empty: choose another device, or erase this one's first {} MiB if nothing on it \
+         is needed",
+        .0.display(), bisect::PROBES
     )]
     NotEmpty(PathBuf),
     /// It has no room.
@@ -251,18 +251,30 @@ impl Device {
             return Err(DeviceError::Small { path, least });
         }
         if device.is_block {
-            let mut first = Cell::new();
-            let read = device.read(0, &mut first);
-            let read = read.map_err(|error| DeviceError::Io {
+            if !device.is_empty().map_err(|error| DeviceError::Io {
                 path: device.path.clone(),
                 error,
-            })?;
-            if !read || first.bytes().iter().any(|byte| *byte != 0) {
+            })? {
                 return Err(DeviceError::NotEmpty(device.path));
             }
             device.is_new = true;
         }
         Ok(device)
+    }
+
+    /// Returns whether the first cell of a block device is zeros, and nothing is left of a parcel
+    /// where readers look for the beginning of one.
+    fn is_empty(&self) -> io::Result<bool> {
+        let mut first = Cell::new();
+        if !self.read(0, &mut first)? || first.bytes().iter().any(|byte| *byte != 0) {
+            return Ok(false);
+        }
+        for row in 0..self.capacity.min(bisect::PROBES) {
+            if self.peek(row)?.is_some() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Makes a device usable again that was prepared and holds nothing of worth: removes its file,
@@ -312,8 +324,31 @@ impl Device {
     pub(crate) fn written(&self) -> io::Result<u64> {
         match self.is_block {
             false => Ok(self.medium.length()?.div_ceil(CELL_BYTES as u64)),
-            true => bisect::end(self.capacity, |row| Ok(self.peek(row)?.is_some())),
+            true => self.end(|row| self.peek(row)),
         }
+    }
+
+    /// Returns [`written`](Self::written), where cells that cannot be read count as damaged.
+    pub(crate) fn readable(&self) -> io::Result<u64> {
+        match self.is_block {
+            false => self.written(),
+            true => self.end(|row| Ok(self.peek(row).unwrap_or(None))),
+        }
+    }
+
+    /// Finds the end of what a block device has of its parcel. Behind it there may be cells of
+    /// another parcel, which was there before.
+    fn end(&self, peek: impl Fn(u64) -> io::Result<Option<Name>>) -> io::Result<u64> {
+        for first in 0..self.capacity.min(bisect::PROBES) {
+            let Some(first) = peek(first)?.filter(|name| name.row == first) else {
+                continue;
+            };
+            let is_its = |row, name: Name| name.row == row && name.parcel == first.parcel;
+            return bisect::end(self.capacity, |row| {
+                Ok(peek(row)?.is_some_and(|name| is_its(row, name)))
+            });
+        }
+        Ok(0)
     }
 
     /// Returns how many more cells may have been written: on a block device, those that a power cut
