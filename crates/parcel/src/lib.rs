@@ -14,6 +14,8 @@ mod import;
 mod job;
 mod key;
 mod layout;
+#[cfg(test)]
+mod lives;
 mod log;
 mod parity;
 mod reader;
