@@ -243,6 +243,10 @@ impl Chunk {
             (0, 0) => None,
             (1, 1..=CHUNK_BYTES) => Some(content.to_vec()),
             (2, 1..) => {
+                let frame = zstd::zstd_safe::find_frame_compressed_size(content);
+                if frame != Ok(content.len()) {
+                    return Err(RecordError::Contradiction("a chunk is not one frame"));
+                }
                 let unpacked = zstd::bulk::decompress(content, CHUNK_BYTES);
                 Some(unpacked.map_err(|error| RecordError::Compression { chunk, error })?)
             }
@@ -306,6 +310,15 @@ mod tests {
         assert!(Record::decode(KIND_CHUNK, &rest).is_err());
         assert!(matches!(Record::decode(9, &[]), Err(RecordError::Kind(9))));
         assert!(Record::decode(KIND_GUEST, b"{}").is_err());
+        // Two frames, or something behind one, are not one frame.
+        let one = zstd::bulk::compress(&[7; 100], 1).unwrap();
+        for behind in [&one[..], &[0]] {
+            let (_, mut rest) = chunk(Some(vec![7; CHUNK_BYTES / 2])).encode().unwrap();
+            assert_eq!(rest[16], 2);
+            rest.truncate(CHUNK_HEADER_BYTES);
+            rest.extend(one.iter().chain(behind));
+            assert!(Record::decode(KIND_CHUNK, &rest).is_err());
+        }
         // A small frame may not become something large.
         let bomb = zstd::bulk::compress(&vec![0; 64 << 20], 1).unwrap();
         let (_, mut rest) = chunk(Some(vec![7; CHUNK_BYTES / 2])).encode().unwrap();
