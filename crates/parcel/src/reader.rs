@@ -155,7 +155,11 @@ impl Report {
         self.rows += 1;
         let lost = row.data.iter().filter(|cell| cell.is_none()).count() as u64;
         self.lost += lost;
-        for (device, missing) in &row.missing {
+        self.note_missing(&row.missing, at);
+    }
+
+    fn note_missing(&mut self, missing: &[(usize, Missing)], at: u64) {
+        for (device, missing) in missing {
             let known = self.damage.iter().position(|(number, _)| number == device);
             let index = known.unwrap_or_else(|| {
                 let none = Damage::Cells {
@@ -398,6 +402,32 @@ impl Parcel {
 
     /// Reads everything, without a key. `progress` is called with the number of rows read.
     pub fn verify(&self, progress: &mut dyn FnMut(u64)) -> Report {
+        let mut report = self.verify_rows(progress);
+        self.verify_header(&mut report);
+        report
+    }
+
+    /// Reads the last header from all devices that take part in its row. One is enough to read the
+    /// parcel.
+    pub(crate) fn verify_header(&self, report: &mut Report) {
+        let Ok(layout) = self.header.layout() else {
+            return;
+        };
+        let row = self.header.row;
+        let read = |number: usize| {
+            let name = Header {
+                device: number as u16,
+                ..self.header.clone()
+            };
+            let cell = row::read_cell(self.device(number), &name.cell_name());
+            cell.err().map(|missing| (number, missing))
+        };
+        let missing: Vec<_> = layout.devices(row).into_iter().filter_map(read).collect();
+        report.note_missing(&missing, row);
+    }
+
+    /// Reads all rows but those of headers.
+    pub(crate) fn verify_rows(&self, progress: &mut dyn FnMut(u64)) -> Report {
         let mut report = Report::default();
         for generation in &self.generations {
             verify(&self.devices, &self.header.parcel, generation, |row, at| {

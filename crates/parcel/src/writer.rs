@@ -467,13 +467,7 @@ impl Writer {
     /// When anything read back is not as it was written, or the devices cannot be written.
     pub fn seal(mut self, progress: &mut dyn FnMut(u64)) -> Result<(Parcel, Position), WriteError> {
         let position = self.sync()?;
-        for (number, device) in self.devices.iter().enumerate() {
-            device.forget().map_err(|error| WriteError::Io {
-                device: number,
-                path: device.path().to_path_buf(),
-                error,
-            })?;
-        }
+        self.forget()?;
         let mut header = self.header.clone();
         if self.is_begun {
             header.earlier.push(Earlier {
@@ -489,18 +483,33 @@ impl Writer {
         }
         header.sealed = true;
         let sealed = Parcel::of(self.devices, header.clone())?;
-        let report = sealed.verify(progress);
+        let report = sealed.verify_rows(progress);
         if !report.is_clean() {
             return Err(WriteError::Damaged(Box::new(report)));
         }
         self.devices = sealed.into_devices();
         self.write_header(&header)?;
         self.sync_devices()?;
+        self.forget()?;
         let position = Position {
             header: header.row,
             end: header.row + 1,
         };
-        Ok((Parcel::of(self.devices, header)?, position))
+        let sealed = Parcel::of(self.devices, header)?;
+        let mut report = Report::default();
+        sealed.verify_header(&mut report);
+        match report.is_clean() {
+            true => Ok((sealed, position)),
+            false => Err(WriteError::Damaged(Box::new(report))),
+        }
+    }
+
+    /// Lets what is read next come from the devices.
+    fn forget(&self) -> Result<(), WriteError> {
+        for (number, device) in self.devices.iter().enumerate() {
+            device.forget().map_err(io_of(number, device))?;
+        }
+        Ok(())
     }
 }
 

@@ -298,7 +298,13 @@ impl Life {
                 && disk.cell(row) == sealed.devices[device].cell(row)
         };
         assert_eq!(report.lost > 0, fate == Fate::Lost);
-        for (row, devices) in self.damage(sealed, &is_intact) {
+        let row = sealed.header.row;
+        let takes_part = |device: &usize| sealed.header.devices[*device] > row;
+        let devices = (0..shipment.disks.len()).filter(takes_part);
+        let without = devices.filter(|device| !is_intact(*device, row));
+        let mut damage = self.damage(sealed, &is_intact);
+        damage.push((row, without.collect()));
+        for (row, devices) in damage {
             for device in devices {
                 let said = report.damage.iter().find(|(number, _)| *number == device);
                 let is_said = said.is_some_and(|(_, damage)| match damage {
@@ -329,6 +335,7 @@ impl Life {
                 assert_eq!(fate, Fate::Any);
                 return;
             };
+            let before = memory.files();
             let run = catch_unwind(AssertUnwindSafe(|| {
                 import_to(&memory, &parcel, key, &mut |_, disk| {
                     Ok(Path::new("/out").join(&disk.name))
@@ -368,7 +375,8 @@ impl Life {
                         continue;
                     }
                     // What fails may be the removal.
-                    assert!(memory.has_failed() || memory.files().is_empty());
+                    let is_new = |path: &PathBuf| !before.contains_key(path);
+                    assert!(memory.has_failed() || !memory.files().keys().any(is_new));
                     // What verification calls good can be imported.
                     assert!(report.lost > 0 || fate == Fate::Any);
                     self.counts.lost += 1;
