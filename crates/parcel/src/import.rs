@@ -7,8 +7,8 @@ use crate::room::{Places, Room};
 use crate::tree::{Tree, text};
 use longhaul_storage::files::{OpenFile, RealFiles};
 use ring::digest::{Context, SHA256};
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -55,6 +55,9 @@ pub enum ImportError {
         /// The bytes that are free.
         free: u64,
     },
+    /// Two disks would go to one place.
+    #[error("two disks of the parcel go to {}: give them different names", .0.display())]
+    Twice(PathBuf),
     /// A guest's record is missing, or contradicts another one.
     #[error("the parcel contradicts itself: {0}")]
     Contradiction(&'static str),
@@ -103,6 +106,7 @@ struct Arriving {
 struct To<'a> {
     places: &'a dyn Places,
     place: &'a mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
+    taken: BTreeSet<PathBuf>,
 }
 
 fn folder_of(path: &Path) -> &Path {
@@ -146,7 +150,11 @@ pub(crate) fn import_to(
     key: &DataKey,
     place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
 ) -> Result<(Vec<ImportedDisk>, Report), ImportError> {
-    let mut to = To { places, place };
+    let mut to = To {
+        places,
+        place,
+        taken: BTreeSet::new(),
+    };
     let mut guests: BTreeMap<u32, Arriving> = BTreeMap::new();
     let outcome = read_into(parcel, key, &mut to, &mut guests);
     let finished = outcome.and_then(|report| Ok((finish(places, &guests)?, report)));
@@ -240,6 +248,9 @@ fn take(
                     Entry::Occupied(known) => known.into_mut(),
                     Entry::Vacant(new) => {
                         let path = (to.place)(&guest, disk)?;
+                        if !to.taken.insert(path.clone()) {
+                            return Err(ImportError::Twice(path));
+                        }
                         new.insert(Target::create(to.places, path, disk)?)
                     }
                 };

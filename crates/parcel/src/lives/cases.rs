@@ -251,48 +251,127 @@ fn a_lost_guest_record_is_a_loss_and_no_contradiction() {
     assert!(matches!(failed, Err(ImportError::Lost(1))), "{failed:?}");
 }
 
-#[test]
-fn a_guest_without_a_version_leaves_no_files() {
-    let case = Case::new(&[false, false], 1);
-    let devices = case.at.iter().enumerate();
-    let devices = devices.map(|(n, at)| Device::create(at, &n.to_string(), None).unwrap());
-    let key = DataKey::from_bytes([5; 32]);
-    let mut writer = Writer::create(devices.collect(), &case.settings(), &key).unwrap();
-    let content = vec![3; 100];
-    let sum = digest(&SHA256, &Tree::of_chunk(&content));
-    for number in 0..2 {
+/// A parcel that is written record by record.
+struct Records {
+    case: Case,
+    writer: Writer,
+    key: DataKey,
+}
+
+impl Records {
+    fn new() -> Self {
+        let case = Case::new(&[false, false], 1);
+        let devices = case.at.iter().enumerate();
+        let devices = devices.map(|(n, at)| Device::create(at, &n.to_string(), None).unwrap());
+        let key = DataKey::from_bytes([5; 32]);
+        let writer = Writer::create(devices.collect(), &case.settings(), &key).unwrap();
+        Self { case, writer, key }
+    }
+
+    fn guest(&mut self, guest: u32, disk: &str) {
         let disk = crate::record::Disk {
             disk: 0,
-            name: format!("disk-{number}"),
+            name: disk.into(),
             bytes: 100,
             used: None,
         };
         let guest = Guest {
-            guest: number,
-            name: format!("guest-{number}"),
+            guest,
+            name: format!("guest-{guest}"),
             disks: vec![disk],
             description: serde_json::Value::Null,
         };
-        writer.put(&Record::Guest(guest)).unwrap();
+        self.writer.put(&Record::Guest(guest)).unwrap();
+    }
+
+    fn chunk(&mut self, guest: u32, fill: u8) {
         let chunk = Chunk {
-            guest: number,
+            guest,
             disk: 0,
             chunk: 0,
-            content: Some(content.clone()),
+            content: Some(vec![fill; 100]),
         };
-        writer.put(&Record::Chunk(chunk)).unwrap();
+        self.writer.put(&Record::Chunk(chunk)).unwrap();
     }
-    let version = Version {
-        guest: 0,
-        version: 1,
-        time: 1,
-        consistent: false,
-        disks: vec![VersionDisk {
-            disk: 0,
-            digest: text(sum.as_ref()),
-        }],
-    };
-    writer.put(&Record::Version(version)).unwrap();
-    writer.seal(&mut |_| ()).unwrap();
-    assert_eq!(case.import(&key).unwrap(), [Path::new("/out/disk-0")]);
+
+    fn version(&mut self, guest: u32, fill: u8) {
+        let sum = digest(&SHA256, &Tree::of_chunk(&[fill; 100]));
+        let version = Version {
+            guest,
+            version: 1,
+            time: 1,
+            consistent: false,
+            disks: vec![VersionDisk {
+                disk: 0,
+                digest: text(sum.as_ref()),
+            }],
+        };
+        self.writer.put(&Record::Version(version)).unwrap();
+    }
+
+    /// Seals and imports it, and returns all files.
+    fn import(self) -> Result<Vec<(PathBuf, Vec<u8>)>, ImportError> {
+        self.writer.seal(&mut |_| ()).unwrap();
+        let memory = Memory::new();
+        let parcel = self.case.open().unwrap();
+        let imported = import_to(&memory, &parcel, &self.key, &mut |_, disk| {
+            Ok(Path::new("/out").join(&disk.name))
+        });
+        let files = memory.files();
+        assert!(imported.is_ok() || files.is_empty());
+        imported.map(|_| files.into_iter().collect())
+    }
+}
+
+#[test]
+fn a_guest_without_a_version_leaves_no_files() {
+    let mut records = Records::new();
+    for guest in 0..2 {
+        records.guest(guest, &format!("disk-{guest}"));
+        records.chunk(guest, 3);
+    }
+    records.version(0, 3);
+    assert_eq!(
+        records.import().unwrap(),
+        [("/out/disk-0".into(), vec![3; 100])]
+    );
+}
+
+#[test]
+fn chunks_behind_the_last_version_do_not_count() {
+    let mut records = Records::new();
+    for guest in 0..2 {
+        records.guest(guest, &format!("disk-{guest}"));
+        records.chunk(guest, 3);
+        records.version(guest, 3);
+    }
+    records.guest(1, "disk-1");
+    records.chunk(1, 4);
+    let each = ["/out/disk-0", "/out/disk-1"].map(|path| (path.into(), vec![3; 100]));
+    assert_eq!(records.import().unwrap(), each);
+}
+
+#[test]
+fn two_disks_in_one_place_are_refused() {
+    let mut records = Records::new();
+    for guest in 0..2 {
+        records.guest(guest, "disk");
+        records.chunk(guest, 3);
+        records.version(guest, 3);
+    }
+    let refused = records.import();
+    assert!(matches!(refused, Err(ImportError::Twice(_))), "{refused:?}");
+}
+
+#[test]
+fn a_last_header_that_is_damaged_is_said() {
+    let case = Case::new(&[false, true], 1);
+    let mut job = case.create().unwrap();
+    let row = job.run(1, &mut |_| ()).unwrap().header().row;
+    case.bench
+        .with(&case.at[1], |disk| disk.change(row, |cell| cell[9] ^= 1));
+    let parcel = case.open().unwrap();
+    let report = parcel.verify(&mut |_| ());
+    assert_eq!((report.lost, report.damage.len()), (0, 1), "{report:?}");
+    assert_eq!(case.import(job.key()).unwrap().len(), 1);
 }
