@@ -111,6 +111,14 @@ pub(crate) struct Found {
     pub(crate) bytes: u64,
 }
 
+/// Makes the name of a new file durable, where the file system can do that.
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    match File::open(folder)?.sync_all() {
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(()),
+        synced => synced,
+    }
+}
+
 /// Where devices are.
 pub(crate) trait Media {
     /// Makes a new file in a folder, or opens a block device.
@@ -169,6 +177,7 @@ impl Media for RealMedia {
                     }
                     opened => opened.map_err(fails(&path))?,
                 };
+                sync_folder(at).map_err(fails(at))?;
                 let room = nix::sys::statvfs::fstatvfs(&file);
                 let room = room.map_err(|errno| fails(&path)(errno.into()))?;
                 (path, file, room.blocks_available() * room.fragment_size())
