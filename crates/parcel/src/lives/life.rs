@@ -58,6 +58,7 @@ pub(super) struct Life {
     /// When the export of this version began, and the sizes of the disks.
     begun: Option<(u64, Vec<u64>)>,
     planned: Option<Event>,
+    is_damaged: bool,
 }
 
 fn in_memory() -> TempDir {
@@ -127,6 +128,7 @@ impl Life {
             is_tight,
             begun: None,
             planned: None,
+            is_damaged: false,
         };
         MEDIA.with(|media| *media.borrow_mut() = Some(Arc::new(life.bench.clone())));
         if !life.is_tight && life.dice.once_in(8) {
@@ -272,10 +274,15 @@ impl Life {
                     }
                     let was_pulled = pulled(self);
                     self.replug();
+                    let is_tight = self.is_tight;
                     let mut empty = self.at.iter().map(|at| {
                         self.bench.with(at, |disk| {
                             let is_empty = |cell: &[u8]| cell.iter().all(|byte| *byte == 0);
-                            disk.cell(0).is_none_or(is_empty) && (disk.is_block || !disk.is_made)
+                            // A block device that refuses a write refuses that of zeros too.
+                            let is_full = disk.is_block && is_tight;
+                            is_full
+                                || disk.cell(0).is_none_or(is_empty)
+                                    && (disk.is_block || !disk.is_made)
                         })
                     });
                     assert!(
@@ -323,8 +330,11 @@ impl Life {
                     false => self.plan(30),
                 }
             }
-            if self.dice.once_in(6) && self.is_misplaced() {
-                return false;
+            if self.dice.once_in(6) {
+                self.misplace();
+            }
+            if self.dice.once_in(30) {
+                self.damage_one();
             }
             let every = [Duration::ZERO, Duration::from_secs(36_000)];
             let every = every[self.dice.below(2) as usize];
@@ -353,7 +363,18 @@ impl Life {
                 Ended::Failed(error) => {
                     self.counts.failed += 1;
                     self.say(|| format!("failed: {error}"));
-                    assert!(has_happened || self.is_tight, "{error}");
+                    let is_found = self.is_damaged
+                        && matches!(
+                            error,
+                            JobError::Write(
+                                WriteError::Damaged(_) | WriteError::OtherDevice { .. }
+                            )
+                        );
+                    assert!(has_happened || self.is_tight || is_found, "{error}");
+                    self.counts.damaged += u64::from(is_found);
+                    if is_found {
+                        return false;
+                    }
                     if let JobError::Write(WriteError::Full) = error {
                         return false;
                     }
@@ -416,9 +437,25 @@ impl Life {
         }
     }
 
-    /// Plugs in wrong devices, which the export refuses, and then the right ones. Returns true if
-    /// the life ends with that.
-    fn is_misplaced(&mut self) -> bool {
+    /// Damages a cell that was written. The parcel is not sealed with it.
+    fn damage_one(&mut self) {
+        let which = self.dice.below(self.at.len() as u64) as usize;
+        let (row, at) = (
+            self.dice.next(),
+            self.dice.below(CELL_BYTES as u64) as usize,
+        );
+        let row = self.bench.with(&self.at[which], |disk| {
+            let rows = disk.rows();
+            let row = rows.get(row as usize % rows.len().max(1)).copied();
+            disk.change(row.unwrap_or(0), |cell| cell[at] ^= 1);
+            row
+        });
+        self.say(|| format!("row {row:?} of device {which} is damaged"));
+        self.is_damaged = true;
+    }
+
+    /// Plugs in wrong devices, which the export refuses, and then the right ones.
+    fn misplace(&mut self) {
         let all = |life: &Self| -> Vec<Disk> {
             let each = life.at.iter();
             each.map(|at| life.bench.with(at, |disk| disk.clone()))
@@ -446,7 +483,7 @@ impl Life {
             wrong[device] = copy;
         }
         if !must_fail {
-            return false;
+            return;
         }
         self.counts.misplaced += 1;
         self.say(|| "a wrong device is plugged in".to_owned());
@@ -467,7 +504,6 @@ impl Life {
         for (at, disk) in self.at.iter().zip(right) {
             self.bench.with(at, |it| *it = disk);
         }
-        false
     }
 
     fn is_sealed(&mut self, parcel: &Parcel) {

@@ -27,6 +27,7 @@ pub(crate) struct Counts {
     pub(crate) given_up: u64,
     pub(crate) sealed: u64,
     pub(crate) misplaced: u64,
+    pub(crate) damaged: u64,
     pub(crate) shipped: u64,
     pub(crate) imported: u64,
     pub(crate) recovered: u64,
@@ -44,6 +45,7 @@ impl Counts {
             given_up,
             sealed,
             misplaced,
+            damaged,
             shipped,
             imported,
             recovered,
@@ -57,6 +59,7 @@ impl Counts {
         *given_up += other.given_up;
         *sealed += other.sealed;
         *misplaced += other.misplaced;
+        *damaged += other.damaged;
         *shipped += other.shipped;
         *imported += other.imported;
         *recovered += other.recovered;
@@ -123,6 +126,7 @@ fn parcels_live_through_anything() {
         given_up,
         sealed,
         misplaced,
+        damaged,
         shipped,
         imported,
         recovered,
@@ -132,8 +136,8 @@ fn parcels_live_through_anything() {
     } = counts;
     assert_eq!(lives, 300);
     let all = [
-        killed, failed, given_up, sealed, misplaced, shipped, imported, recovered, lost, older,
-        not_opened,
+        killed, failed, given_up, sealed, misplaced, damaged, shipped, imported, recovered, lost,
+        older, not_opened,
     ];
     assert!(all.iter().all(|count| *count > 0), "{all:?}");
 }
