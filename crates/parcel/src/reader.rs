@@ -293,11 +293,15 @@ fn recognise(device: Device) -> Result<Option<Recognised>, OpenError> {
 }
 
 /// Returns whether a header is of the same history as the last one. Where it was continued twice
-/// from one state, generations of one number have different nonces.
+/// from one state, earlier generations of one number have different nonces. Those of the headers
+/// themselves may differ: a power cut may have taken one before anything followed it, and then its
+/// number is used again.
 fn is_of(its: &Header, last: &Header) -> bool {
-    let earlier = last.earlier.iter().map(|it| (it.generation, it.nonce));
-    let mut all = earlier.chain([(last.generation, last.nonce)]);
-    all.all(|(generation, nonce)| generation != its.generation || nonce == its.nonce)
+    its.earlier.iter().all(|its| {
+        let mut same = last.earlier.iter();
+        let same = same.find(|it| it.generation == its.generation);
+        same.is_none_or(|it| it.nonce == its.nonce)
+    })
 }
 
 impl Parcel {

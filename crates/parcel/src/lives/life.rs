@@ -472,7 +472,7 @@ impl Life {
             );
             wrong.swap(x, y);
             must_fail = x != y;
-        } else if !self.copies.is_empty() {
+        } else if !self.copies.is_empty() && !self.is_damaged {
             let which = self.dice.below(self.copies.len() as u64) as usize;
             let (device, copy) = self.copies[which].clone();
             // It is an older one if something durable is missing on it.
