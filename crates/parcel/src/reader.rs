@@ -246,7 +246,7 @@ struct Recognised {
 }
 
 /// Recognises a device by the header in its last cell if that is one, otherwise by the first
-/// header, otherwise by any valid cell at its beginning.
+/// header, otherwise by any valid cell at its beginning or end.
 fn recognise(device: Device) -> Result<Option<Recognised>, OpenError> {
     // A device of which nothing can be read is absent, not the end of everything.
     let Ok(written) = device.readable() else {
@@ -272,7 +272,8 @@ fn recognise(device: Device) -> Result<Option<Recognised>, OpenError> {
         }));
     }
     let mut cell = Cell::new();
-    for row in 0..written.min(PROBES) {
+    let ends = written.saturating_sub(PROBES)..written;
+    for row in (0..written.min(PROBES)).chain(ends) {
         let is_there = device.read(row, &mut cell).unwrap_or(false);
         let name = cell.name().filter(|name| is_there && name.row == row);
         if let Some(Name {

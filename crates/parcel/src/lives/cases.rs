@@ -375,3 +375,26 @@ fn a_last_header_that_is_damaged_is_said() {
     assert_eq!((report.lost, report.damage.len()), (0, 1), "{report:?}");
     assert_eq!(case.import(job.key()).unwrap().len(), 1);
 }
+
+#[test]
+fn a_device_with_damaged_headers_is_known_by_another_cell() {
+    let case = Case::new(&[true, true], 0);
+    case.create().unwrap();
+    for seed in 2..4 {
+        case.bench.plan(Some((&case.at[0], 5, Event::Fail)));
+        case.fill(seed);
+        let failed = Job::open(&case.folder()).unwrap().run(1, &mut |_| ());
+        assert!(failed.is_err());
+    }
+    case.bench.plan(None);
+    let mut job = Job::open(&case.folder()).unwrap();
+    let row = job.run(1, &mut |_| ()).unwrap().header().row;
+    // Its other cells are far from the first one.
+    assert!(row > 256);
+    let disk = case.bench.with(&case.at[0], |disk| disk.clone());
+    for row in disk.rows().into_iter().filter(|it| *it < 256 || *it == row) {
+        let damage = |disk: &mut Disk| disk.change(row, |cell| cell[9] ^= 1);
+        case.bench.with(&case.at[0], damage);
+    }
+    assert_eq!(case.import(job.key()).unwrap().len(), 1);
+}

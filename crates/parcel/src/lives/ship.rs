@@ -131,6 +131,7 @@ impl Life {
             1 => self.dice.below(30),
             _ => self.dice.below(4),
         };
+        let mut damaged = Vec::new();
         for _ in 0..flips {
             let which = self.dice.below(count) as usize;
             let disk = &mut shipment.disks[which];
@@ -138,8 +139,9 @@ impl Life {
             let Some(row) = self.pick_row(&rows) else {
                 continue;
             };
-            let mut hides = false;
-            match self.dice.below(8) {
+            let (mut hides, how) = (false, self.dice.below(8));
+            damaged.push((which, row, how));
+            match how {
                 0 => {
                     disk.change(row, |cell| cell.fill(0));
                     hides = true;
@@ -158,6 +160,7 @@ impl Life {
             }
             shipment.is_certain &= !(hides && disk.is_block);
         }
+        self.say(|| format!("damaged (device, row, how): {damaged:?}"));
         if self.dice.once_in(10) {
             let which = self.dice.below(count) as usize;
             let disk = &mut shipment.disks[which];
