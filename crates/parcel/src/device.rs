@@ -360,15 +360,6 @@ impl Device {
         Ok(0)
     }
 
-    /// Returns how many more cells may have been written: on a block device, those that a power cut
-    /// left behind a gap.
-    pub(crate) fn margin(&self) -> u64 {
-        match self.is_block {
-            false => 0,
-            true => 2 * SYNC_ROWS,
-        }
-    }
-
     /// Reads a cell, and returns whether the device has it.
     pub(crate) fn read(&self, row: u64, cell: &mut Cell) -> io::Result<bool> {
         self.read_at(row * CELL_BYTES as u64, cell.bytes_mut())

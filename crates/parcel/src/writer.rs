@@ -171,7 +171,7 @@ impl Writer {
             };
             let written = device.written().map_err(&io)?;
             all_written.push(written);
-            next = next.max(written.saturating_add(device.margin()));
+            next = next.max(written);
             // A seal that was interrupted has begun a generation that counts for nothing.
             let name = written.checked_sub(1).map(|row| device.peek(row));
             let name = name.transpose().map_err(io)?.flatten();
@@ -559,8 +559,11 @@ fn is_as_it_was(
         if row >= cells {
             continue;
         }
-        let name = device.peek(row)?;
-        if row >= written || name.is_some_and(|name| name.generation != generation) {
+        let is_it = match device.peek(row)? {
+            Some(name) => name.generation == generation,
+            None => row < written,
+        };
+        if !is_it {
             return Ok(false);
         }
     }

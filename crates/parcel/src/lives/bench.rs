@@ -379,7 +379,7 @@ impl OnBench {
         let disk = &state.disks[&self.at];
         // On a block device a torn header is not seen, and another one may replace it.
         let before = disk.cell(row).and_then(|cell| {
-            let was = Name::decode(&cell[BODY_BYTES..])?;
+            let was = Name::decode(&cell[BODY_BYTES..BODY_BYTES + 32])?;
             (was.parcel == name.parcel).then_some(())
         });
         let is_within = !disk.is_block && row * CELL < disk.length;

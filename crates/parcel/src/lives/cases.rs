@@ -378,23 +378,44 @@ fn a_last_header_that_is_damaged_is_said() {
 
 #[test]
 fn a_device_with_damaged_headers_is_known_by_another_cell() {
-    let case = Case::new(&[true, true], 0);
+    let case = Case::new(&[true, false], 1);
+    case.create().unwrap().run(1, &mut |_| ()).unwrap();
+    for seed in 2..30 {
+        case.top_up(seed).unwrap();
+    }
+    let row = case.open().unwrap().header().row;
+    for (device, at) in case.at.iter().enumerate() {
+        let before = case.bench.with(at, |disk| disk.clone());
+        let damage = |rows: std::ops::Range<u64>| {
+            for row in rows {
+                case.bench
+                    .with(at, |disk| disk.change(row, |cell| cell[9] ^= 1));
+            }
+            case.open().unwrap().device(device).is_some()
+        };
+        // Its beginning and its last header are damaged, and then everything.
+        assert!(damage(row..row + 1) && damage(0..256));
+        assert!(!damage(256..row));
+        case.bench.with(at, |disk| *disk = before);
+    }
+}
+
+#[test]
+fn headers_that_did_not_reach_a_device_do_not_hide_its_end() {
+    let case = Case::new(&[true, true, false], 1);
     case.create().unwrap();
-    for seed in 2..4 {
-        case.bench.plan(Some((&case.at[0], 5, Event::Fail)));
-        case.fill(seed);
+    for attempt in 0..12 {
+        let which = attempt % 2;
+        case.bench.plan(Some((&case.at[which], 0, Event::Fail)));
         let failed = Job::open(&case.folder()).unwrap().run(1, &mut |_| ());
-        assert!(failed.is_err());
+        assert!(matches!(failed, Err(JobError::Write(_))), "{failed:?}");
+        case.bench.with(&case.at[which], Disk::cut);
     }
     case.bench.plan(None);
     let mut job = Job::open(&case.folder()).unwrap();
-    let row = job.run(1, &mut |_| ()).unwrap().header().row;
-    // Its other cells are far from the first one.
-    assert!(row > 256);
-    let disk = case.bench.with(&case.at[0], |disk| disk.clone());
-    for row in disk.rows().into_iter().filter(|it| *it < 256 || *it == row) {
-        let damage = |disk: &mut Disk| disk.change(row, |cell| cell[9] ^= 1);
-        case.bench.with(&case.at[0], damage);
+    let sealed = job.run(1, &mut |_| ()).unwrap();
+    for at in &case.at {
+        let alone = Parcel::open(vec![Device::open(at, false).unwrap()]).unwrap();
+        assert_eq!(alone.header().row, sealed.header().row);
     }
-    assert_eq!(case.import(job.key()).unwrap().len(), 1);
 }
