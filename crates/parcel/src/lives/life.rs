@@ -95,7 +95,7 @@ impl Life {
         let has_blocks = dice.once_in(2);
         for path in &at {
             let is_block = has_blocks && dice.once_in(2);
-            // Each time an export goes on, it leaves a gap on block devices.
+            // The end of a block device is found by bisection.
             let cells = match (has_little, has_blocks) {
                 (true, _) => 4 + dice.below(30),
                 (false, true) => 4000 + dice.below(1000),
