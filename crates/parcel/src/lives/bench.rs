@@ -464,6 +464,8 @@ impl Medium for OnBench {
         let new: Bytes = bytes.into();
         self.operate(|disk, done| {
             let done = match is_full {
+                // Behind the end of a block device there is nothing.
+                true if disk.is_block => Done::Nothing,
                 true => done.min_part(),
                 false => done,
             };
