@@ -258,11 +258,7 @@ impl Life {
             return;
         };
         let generation = parcel.header().generation;
-        // A header that was not written to all devices seals the parcel where it is: everything was
-        // read back before. The export has then gone on with the same version.
-        let mut later = self.sealed.iter();
-        let sealed = later.position(|it| it.header.generation >= generation);
-        let sealed = sealed.unwrap_or_else(|| self.is_sealed_in_part(parcel.header()));
+        let sealed = self.version_of(&parcel);
         let is_newest =
             self.sealed[sealed].header.generation == generation && sealed + 1 == self.sealed.len();
         match fate {
@@ -274,6 +270,16 @@ impl Life {
         self.say(|| format!("{report:?}"));
         self.is_reported(shipment, fate, &report);
         self.imports(&paths, &key, (sealed, &report, fate));
+    }
+
+    /// Returns which version a parcel has.
+    fn version_of(&mut self, parcel: &Parcel) -> usize {
+        let header = parcel.header();
+        // A header that was not written to all devices seals the parcel where it is: everything was
+        // read back before. The export has then gone on with the same version.
+        let mut later = self.sealed.iter();
+        let sealed = later.position(|it| it.header.generation >= header.generation);
+        sealed.unwrap_or_else(|| self.is_sealed_in_part(header))
     }
 
     fn opens(&mut self, paths: &[PathBuf], fate: Fate) -> Option<Parcel> {
@@ -337,6 +343,11 @@ impl Life {
             let Ok(parcel) = open(paths) else {
                 assert_eq!(fate, Fate::Any);
                 return;
+            };
+            // Where a device was pulled meanwhile, it may be an earlier version.
+            let sealed = match fate {
+                Fate::Any => self.version_of(&parcel),
+                Fate::Newest | Fate::Lost | Fate::Older => sealed,
             };
             let before = memory.files();
             let run = catch_unwind(AssertUnwindSafe(|| {
