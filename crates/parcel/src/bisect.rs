@@ -1,7 +1,7 @@
 //! Finds the end of what was written to a device.
 
 /// The number of successive cells in a probe. A gap that is shorter does not hide the end.
-const PROBES: u64 = 256;
+pub(crate) const PROBES: u64 = 256;
 
 /// Returns the number of cells up to the last valid one, if `is_valid` tells which are, and there
 /// is none after the first run of `PROBES` others. Each bisection probes a run.

@@ -1,6 +1,6 @@
 //! Header cells: what a device says about its parcel.
 
-use crate::cell::{BODY_BYTES, Cell, Kind, Name};
+use crate::cell::{BODY_BYTES, CELL_BYTES, Cell, Kind, Name};
 use crate::key::Fingerprint;
 use crate::layout::{Layout, LayoutError};
 use ring::hmac;
@@ -10,7 +10,7 @@ use std::str::FromStr;
 
 /// The most generations of a parcel.
 pub const GENERATIONS_MAX: usize = 100;
-const DOCUMENT_BYTES_MAX: usize = 512 << 10;
+const DOCUMENT_BYTES_MAX: usize = CELL_BYTES / 2;
 const NAME_CHARS_MAX: usize = 63;
 
 /// 16 bytes, written as 32 hexadecimal digits.

@@ -3,13 +3,13 @@
 use crate::key::DataKey;
 use crate::reader::{Parcel, ReadError, Report};
 use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, Version};
+use crate::room::{Places, Room};
 use crate::tree::{Tree, text};
+use longhaul_storage::files::{OpenFile, RealFiles};
 use ring::digest::{Context, SHA256};
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::fs::{self, File, OpenOptions};
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Why a parcel cannot be imported.
@@ -41,6 +41,23 @@ pub enum ImportError {
         /// The disk.
         disk: String,
     },
+    /// The disks do not fit.
+    #[error(
+        "the disks take {} MiB more in {}, and its file system has {} MiB free: make room, or \
+         name the images elsewhere",
+        needed.div_ceil(1 << 20), folder.display(), free >> 20
+    )]
+    Room {
+        /// Where they go.
+        folder: PathBuf,
+        /// The bytes that they take there.
+        needed: u64,
+        /// The bytes that are free.
+        free: u64,
+    },
+    /// Two disks would go to one place.
+    #[error("two disks of the parcel go to {}: give them different names", .0.display())]
+    Twice(PathBuf),
     /// A guest's record is missing, or contradicts another one.
     #[error("the parcel contradicts itself: {0}")]
     Contradiction(&'static str),
@@ -72,8 +89,10 @@ pub struct ImportedDisk {
 struct Target {
     part: PathBuf,
     path: PathBuf,
-    file: File,
+    file: Box<dyn OpenFile>,
     disk: Disk,
+    /// The bytes of content that were written.
+    written: u64,
 }
 
 struct Arriving {
@@ -83,6 +102,20 @@ struct Arriving {
     version: Option<(Version, u64)>,
     /// The number of the last chunk record.
     last_chunk: u64,
+}
+
+/// The disks' places, and who says where each of them goes.
+struct To<'a> {
+    places: &'a dyn Places,
+    place: &'a mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
+    taken: BTreeSet<PathBuf>,
+}
+
+fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        Some(_) | None => Path::new("."),
+    }
 }
 
 fn io_at(path: &Path) -> impl Fn(io::Error) -> ImportError {
@@ -109,13 +142,28 @@ pub fn import(
     key: &DataKey,
     place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
 ) -> Result<(Vec<ImportedDisk>, Report), ImportError> {
+    import_to(&RealFiles, parcel, key, place)
+}
+
+/// As [`import`], to any places.
+pub(crate) fn import_to(
+    places: &dyn Places,
+    parcel: &Parcel,
+    key: &DataKey,
+    place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
+) -> Result<(Vec<ImportedDisk>, Report), ImportError> {
+    let mut to = To {
+        places,
+        place,
+        taken: BTreeSet::new(),
+    };
     let mut guests: BTreeMap<u32, Arriving> = BTreeMap::new();
-    let outcome = read_into(parcel, key, place, &mut guests);
-    let finished = outcome.and_then(|report| Ok((finish(&guests)?, report)));
+    let outcome = read_into(parcel, key, &mut to, &mut guests);
+    let finished = outcome.and_then(|report| Ok((finish(places, &guests)?, report)));
     if finished.is_err() {
         for target in guests.values().flat_map(|guest| guest.targets.values()) {
             // The first error is the one to be told.
-            let _ = fs::remove_file(&target.part);
+            let _ = places.remove(&target.part);
         }
     }
     finished
@@ -124,10 +172,10 @@ pub fn import(
 fn read_into(
     parcel: &Parcel,
     key: &DataKey,
-    place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
+    to: &mut To<'_>,
     guests: &mut BTreeMap<u32, Arriving>,
 ) -> Result<Report, ImportError> {
-    let report = read(parcel, key, place, guests, None)?;
+    let report = read(parcel, key, to, guests, None)?;
     let is_beyond = |guest: &Arriving| {
         let version = guest.version.as_ref().map_or(0, |(_, at)| *at);
         version > 0 && guest.last_chunk > version
@@ -141,18 +189,18 @@ fn read_into(
         .map(|(number, guest)| (*number, guest.version.as_ref().map_or(0, |(_, at)| *at)))
         .collect();
     for target in guests.values().flat_map(|guest| guest.targets.values()) {
-        let cleared = target.file.set_len(0);
+        let cleared = target.file.set_length(0);
         cleared
-            .and_then(|()| target.file.set_len(target.disk.bytes))
+            .and_then(|()| target.file.set_length(target.disk.bytes))
             .map_err(io_at(&target.part))?;
     }
-    read(parcel, key, place, guests, Some(&ends))
+    read(parcel, key, to, guests, Some(&ends))
 }
 
 fn read(
     parcel: &Parcel,
     key: &DataKey,
-    place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
+    to: &mut To<'_>,
     guests: &mut BTreeMap<u32, Arriving>,
     ends: Option<&BTreeMap<u32, u64>>,
 ) -> Result<Report, ImportError> {
@@ -160,15 +208,24 @@ fn read(
     let mut failed = None;
     let read = parcel.read(key, |record| {
         number += 1;
-        let taken = take(record, number, place, guests, ends);
-        taken.map_err(|error| {
-            failed = Some(error);
-            "the import has failed"
-        })
+        // Where content is lost, records contradict what is left: that is said at the end.
+        if matches!(failed, Some(ImportError::Contradiction(_))) {
+            return Ok(());
+        }
+        match take(record, number, to, guests, ends) {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                let is_odd = matches!(error, ImportError::Contradiction(_));
+                failed = Some(error);
+                is_odd.then_some(()).ok_or("the import has failed")
+            }
+        }
     });
     match (failed, read) {
+        (None | Some(ImportError::Contradiction(_)), Ok(report)) if report.lost > 0 => {
+            Err(ImportError::Lost(report.lost))
+        }
         (Some(error), _) => Err(error),
-        (None, Ok(report)) if report.lost > 0 => Err(ImportError::Lost(report.lost)),
         (None, read) => Ok(read?),
     }
 }
@@ -176,7 +233,7 @@ fn read(
 fn take(
     record: Record,
     number: u64,
-    place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
+    to: &mut To<'_>,
     guests: &mut BTreeMap<u32, Arriving>,
     ends: Option<&BTreeMap<u32, u64>>,
 ) -> Result<(), ImportError> {
@@ -191,14 +248,24 @@ fn take(
             for disk in &guest.disks {
                 let target = match arriving.targets.entry(disk.disk) {
                     Entry::Occupied(known) => known.into_mut(),
-                    Entry::Vacant(new) => new.insert(Target::create(place(&guest, disk)?, disk)?),
+                    Entry::Vacant(new) => {
+                        let path = (to.place)(&guest, disk)?;
+                        if !to.taken.insert(path.clone()) {
+                            return Err(ImportError::Twice(path));
+                        }
+                        new.insert(Target::create(to.places, path, disk)?)
+                    }
                 };
                 target.disk = disk.clone();
-                let sized = target.file.set_len(disk.bytes);
+                let sized = target.file.set_length(disk.bytes);
                 sized.map_err(io_at(&target.part))?;
             }
             arriving.guest = guest;
-            Ok(())
+            match ends {
+                None => enough_room(to.places, guests),
+                // It is written in place of what was there.
+                Some(_) => Ok(()),
+            }
         }
         Record::Chunk(chunk) => {
             if ends.is_some_and(|ends| ends.get(&chunk.guest).is_none_or(|end| number > *end)) {
@@ -209,7 +276,7 @@ fn take(
                 return Err(unknown);
             };
             guest.last_chunk = number;
-            match guest.targets.get(&chunk.disk) {
+            match guest.targets.get_mut(&chunk.disk) {
                 Some(target) => target.write(&chunk),
                 None => Err(unknown),
             }
@@ -227,25 +294,19 @@ fn take(
 }
 
 impl Target {
-    fn create(path: PathBuf, disk: &Disk) -> Result<Self, ImportError> {
+    fn create(places: &dyn Places, path: PathBuf, disk: &Disk) -> Result<Self, ImportError> {
         let part = part_of(&path);
-        let mut options = OpenOptions::new();
-        options
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600);
-        let file = options.open(&part).map_err(io_at(&part))?;
+        let file = places.create(&part).map_err(io_at(&part))?;
         Ok(Self {
             part,
             path,
             file,
             disk: disk.clone(),
+            written: 0,
         })
     }
 
-    fn write(&self, chunk: &Chunk) -> Result<(), ImportError> {
+    fn write(&mut self, chunk: &Chunk) -> Result<(), ImportError> {
         const BEYOND: ImportError = ImportError::Contradiction("a chunk is beyond its disk");
         let from = chunk.chunk * CHUNK_BYTES as u64;
         let room = self.disk.bytes.checked_sub(from).filter(|room| *room > 0);
@@ -253,18 +314,19 @@ impl Target {
         let fails = io_at(&self.part);
         match &chunk.content {
             Some(content) if content.len() as u64 == length => {
-                self.file.write_all_at(content, from).map_err(fails)
+                self.written += length;
+                self.file.write_at(from, content).map_err(fails)
             }
             Some(_) => Err(ImportError::Contradiction("a chunk has another length")),
             // The file is sparse, but the chunk may have had content before.
             None => {
                 let mut now = vec![0; length as usize];
-                self.file.read_exact_at(&mut now, from).map_err(&fails)?;
+                self.file.read_at(from, &mut now).map_err(&fails)?;
                 match now.iter().all(|byte| *byte == 0) {
                     true => Ok(()),
                     false => {
                         now.fill(0);
-                        self.file.write_all_at(&now, from).map_err(fails)
+                        self.file.write_at(from, &now).map_err(fails)
                     }
                 }
             }
@@ -278,7 +340,7 @@ impl Target {
         while from < self.disk.bytes {
             let length = (self.disk.bytes - from).min(CHUNK_BYTES as u64);
             let mut content = vec![0; length as usize];
-            self.file.read_exact_at(&mut content, from)?;
+            self.file.read_at(from, &mut content)?;
             whole.update(&Tree::of_chunk(&content));
             from += length;
         }
@@ -286,15 +348,46 @@ impl Target {
     }
 }
 
+/// Checks that the file systems have room for what the disks took at the source, as far as the
+/// parcel says that.
+fn enough_room(places: &dyn Places, guests: &BTreeMap<u32, Arriving>) -> Result<(), ImportError> {
+    let mut needs: BTreeMap<u64, (u64, Room, &Path)> = BTreeMap::new();
+    for target in guests.values().flat_map(|guest| guest.targets.values()) {
+        let folder = folder_of(&target.path);
+        let room = places.room(folder).map_err(io_at(folder))?;
+        let used = target.disk.used.unwrap_or(0).min(target.disk.bytes);
+        let (needed, ..) = needs.entry(room.device).or_insert((0, room, folder));
+        *needed = needed.saturating_add(used.saturating_sub(target.written));
+    }
+    let lacks = |(needed, room, _): &&(u64, Room, &Path)| *needed > room.free_bytes;
+    match needs.values().find(lacks) {
+        None => Ok(()),
+        Some((needed, room, folder)) => Err(ImportError::Room {
+            folder: folder.to_path_buf(),
+            needed: *needed,
+            free: room.free_bytes,
+        }),
+    }
+}
+
 /// Syncs all files, compares them with their versions, and gives them their names.
-fn finish(guests: &BTreeMap<u32, Arriving>) -> Result<Vec<ImportedDisk>, ImportError> {
+fn finish(
+    places: &dyn Places,
+    guests: &BTreeMap<u32, Arriving>,
+) -> Result<Vec<ImportedDisk>, ImportError> {
     let mut imported = Vec::new();
     for guest in guests.values() {
         let Some((version, _)) = &guest.version else {
+            // An export of it was interrupted, and never completed.
+            for target in guest.targets.values() {
+                let removed = places.remove(&target.part);
+                removed.map_err(io_at(&target.part))?;
+            }
             continue;
         };
         for (number, target) in &guest.targets {
-            target.file.sync_all().map_err(io_at(&target.part))?;
+            let synced = target.file.sync("an imported disk");
+            synced.map_err(io_at(&target.part))?;
             let digest = target.digest().map_err(io_at(&target.part))?;
             let mut expected = version.disks.iter();
             let expected = expected.find(|disk| disk.disk == *number);
@@ -322,9 +415,10 @@ fn finish(guests: &BTreeMap<u32, Arriving>) -> Result<Vec<ImportedDisk>, ImportE
         return Err(ImportError::Nothing);
     }
     for (target, _) in &imported {
-        fs::rename(&target.part, &target.path).map_err(io_at(&target.path))?;
-        let folder = target.path.parent().unwrap_or(Path::new("/"));
-        let synced = File::open(folder).and_then(|folder| folder.sync_all());
+        let renamed = places.rename(&target.part, &target.path);
+        renamed.map_err(io_at(&target.path))?;
+        let folder = folder_of(&target.path);
+        let synced = places.sync_folder(folder, "an imported disk's name");
         synced.map_err(io_at(folder))?;
     }
     Ok(imported.into_iter().map(|(_, imported)| imported).collect())

@@ -3,7 +3,7 @@
 /// The most devices of a parcel.
 pub const DEVICES_MAX: usize = 255;
 /// The most cells of a device.
-const CELLS_MAX: u64 = 1 << 40;
+pub(crate) const CELLS_MAX: u64 = 1 << 40;
 /// The most parity cells of a row.
 const PARITY_MAX: u8 = 2;
 

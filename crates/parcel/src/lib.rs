@@ -15,12 +15,15 @@ mod import;
 mod job;
 mod key;
 mod layout;
+#[cfg(test)]
+mod lives;
 mod log;
 mod parity;
 pub mod plan;
 mod reader;
 mod record;
 mod report;
+mod room;
 mod row;
 mod tree;
 mod writer;

@@ -1,6 +1,7 @@
 //! The reader of a parcel.
 
-use crate::cell::{Cell, Kind};
+use crate::bisect::PROBES;
+use crate::cell::{Cell, Kind, Name};
 use crate::device::Device;
 use crate::header::{Header, HeaderError, ParcelId, Proof};
 use crate::key::{DataKey, Fingerprint, KeyError};
@@ -43,6 +44,13 @@ pub enum OpenError {
         /// The second one.
         second: PathBuf,
     },
+    /// It was continued separately from the others.
+    #[error(
+        "{} belongs to the same parcel as the others, but was written separately from them: give \
+         devices that were sealed together",
+        .0.display()
+    )]
+    Forked(PathBuf),
     /// The parcel was not sealed, or no device with the last header is there.
     #[error(
         "parcel {0} is not sealed: seal it at the source, or give the devices that are missing (a \
@@ -147,7 +155,11 @@ impl Report {
         self.rows += 1;
         let lost = row.data.iter().filter(|cell| cell.is_none()).count() as u64;
         self.lost += lost;
-        for (device, missing) in &row.missing {
+        self.note_missing(&row.missing, at);
+    }
+
+    fn note_missing(&mut self, missing: &[(usize, Missing)], at: u64) {
+        for (device, missing) in missing {
             let known = self.damage.iter().position(|(number, _)| number == device);
             let index = known.unwrap_or_else(|| {
                 let none = Damage::Cells {
@@ -224,24 +236,73 @@ pub(crate) fn header_at(device: &Device, row: u64) -> Result<Option<(Header, Pro
     })
 }
 
-/// A header, from the last cell of a device if that has one, otherwise from the first.
-fn header_of(device: &Device) -> Result<Option<(Header, Proof)>, OpenError> {
-    let written = device.written().map_err(|error| OpenError::Io {
-        path: device.path().to_path_buf(),
-        error,
-    })?;
+/// A device that is recognised.
+struct Recognised {
+    device: Device,
+    number: u16,
+    /// The first bytes of the parcel's id.
+    parcel: [u8; 8],
+    header: Option<(Header, Proof)>,
+}
+
+/// Recognises a device by the header in its last cell if that is one, otherwise by the first
+/// header, otherwise by any valid cell at its beginning or end.
+fn recognise(device: Device) -> Result<Option<Recognised>, OpenError> {
+    // A device of which nothing can be read is absent, not the end of everything.
+    let Ok(written) = device.readable() else {
+        return Ok(None);
+    };
     let last = match written.checked_sub(1) {
-        Some(last) => header_at(device, last).unwrap_or(None),
+        Some(last) => header_at(&device, last).unwrap_or(None),
         None => None,
     };
-    match last {
-        Some(found) => Ok(Some(found)),
-        // A device whose first cell cannot be read is absent, not the end of everything.
-        None => match header_at(device, 0) {
-            Err(OpenError::Io { .. }) => Ok(None),
-            read => read,
+    let header = match last {
+        Some(found) => Some(found),
+        None => match header_at(&device, 0) {
+            Err(OpenError::Io { .. }) => None,
+            read => read?,
         },
+    };
+    if let Some((its, proof)) = header {
+        return Ok(Some(Recognised {
+            device,
+            number: its.device,
+            parcel: its.parcel.short(),
+            header: Some((its, proof)),
+        }));
     }
+    let mut cell = Cell::new();
+    let ends = written.saturating_sub(PROBES)..written;
+    for row in (0..written.min(PROBES)).chain(ends) {
+        let is_there = device.read(row, &mut cell).unwrap_or(false);
+        let name = cell.name().filter(|name| is_there && name.row == row);
+        if let Some(Name {
+            device: number,
+            parcel,
+            ..
+        }) = name
+        {
+            return Ok(Some(Recognised {
+                device,
+                number,
+                parcel,
+                header: None,
+            }));
+        }
+    }
+    Ok(None)
+}
+
+/// Returns whether a header is of the same history as the last one. Where it was continued twice
+/// from one state, earlier generations of one number have different nonces. Those of the headers
+/// themselves may differ: a power cut may have taken one before anything followed it, and then its
+/// number is used again.
+fn is_of(its: &Header, last: &Header) -> bool {
+    its.earlier.iter().all(|its| {
+        let mut same = last.earlier.iter();
+        let same = same.find(|it| it.generation == its.generation);
+        same.is_none_or(|it| it.nonce == its.nonce)
+    })
 }
 
 impl Parcel {
@@ -250,40 +311,47 @@ impl Parcel {
     /// # Errors
     /// When they do not belong together, or the parcel is not sealed.
     pub fn open(devices: Vec<Device>) -> Result<Self, OpenError> {
-        let mut found: Vec<(Device, Header, Proof)> = Vec::new();
+        let mut found = Vec::new();
         for device in devices {
-            // What has no valid header counts as missing.
-            if let Some((header, proof)) = header_of(&device)? {
-                found.push((device, header, proof));
-            }
+            // What has no valid cell counts as missing.
+            found.extend(recognise(device)?);
         }
-        let latest = found
-            .iter()
-            .max_by_key(|(_, header, _)| (header.generation, header.sealed));
-        let (_, header, proof) = latest.ok_or(OpenError::NoHeader)?;
-        let (header, proof) = (header.clone(), proof.clone());
+        let headers = found.iter().filter_map(|it| it.header.as_ref());
+        let latest = headers.max_by_key(|(header, _)| (header.generation, header.sealed));
+        let (header, proof) = latest.cloned().ok_or(OpenError::NoHeader)?;
         let mut places: Vec<Option<Device>> = Vec::new();
         places.resize_with(header.devices.len(), || None);
-        for (device, its, _) in found {
-            if its.parcel != header.parcel {
+        for its in found {
+            let path = its.device.path().to_path_buf();
+            let header_of_it = its.header.as_ref().map(|(its, _)| its);
+            if header_of_it.is_some_and(|its| its.parcel == header.parcel && !is_of(its, &header)) {
+                return Err(OpenError::Forked(path));
+            }
+            let other = its
+                .header
+                .filter(|(other, _)| other.parcel != header.parcel);
+            if its.parcel != header.parcel.short() || other.is_some() {
+                let digits = |id: &[u8]| id.iter().map(|byte| format!("{byte:02x}")).collect();
                 return Err(OpenError::Mixed {
-                    path: device.path().to_path_buf(),
-                    found: format!("{} ({})", its.name, its.parcel),
+                    path,
+                    found: match other {
+                        Some((other, _)) => format!("{} ({})", other.name, other.parcel),
+                        None => digits(&its.parcel),
+                    },
                     expected: format!("{} ({})", header.name, header.parcel),
                 });
             }
-            let number = its.device;
-            let Some(place) = places.get_mut(usize::from(number)) else {
+            let Some(place) = places.get_mut(usize::from(its.number)) else {
                 continue;
             };
             if let Some(first) = place {
                 return Err(OpenError::Twice {
-                    device: number,
+                    device: its.number,
                     first: first.path().to_path_buf(),
-                    second: device.path().to_path_buf(),
+                    second: path,
                 });
             }
-            *place = Some(device);
+            *place = Some(its.device);
         }
         if !header.sealed {
             return Err(OpenError::Unsealed(header.name));
@@ -339,6 +407,32 @@ impl Parcel {
 
     /// Reads everything, without a key. `progress` is called with the number of rows read.
     pub fn verify(&self, progress: &mut dyn FnMut(u64)) -> Report {
+        let mut report = self.verify_rows(progress);
+        self.verify_header(&mut report);
+        report
+    }
+
+    /// Reads the last header from all devices that take part in its row. One is enough to read the
+    /// parcel.
+    pub(crate) fn verify_header(&self, report: &mut Report) {
+        let Ok(layout) = self.header.layout() else {
+            return;
+        };
+        let row = self.header.row;
+        let read = |number: usize| {
+            let name = Header {
+                device: number as u16,
+                ..self.header.clone()
+            };
+            let cell = row::read_cell(self.device(number), &name.cell_name());
+            cell.err().map(|missing| (number, missing))
+        };
+        let missing: Vec<_> = layout.devices(row).into_iter().filter_map(read).collect();
+        report.note_missing(&missing, row);
+    }
+
+    /// Reads all rows but those of headers.
+    pub(crate) fn verify_rows(&self, progress: &mut dyn FnMut(u64)) -> Report {
         let mut report = Report::default();
         for generation in &self.generations {
             verify(&self.devices, &self.header.parcel, generation, |row, at| {

@@ -1,16 +1,17 @@
 //! Records: what a parcel's log consists of.
 
+use crate::cell::SCALE;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
 /// Bytes of a chunk; the last one of a disk may be shorter.
-pub const CHUNK_BYTES: usize = 256 << 10;
+pub const CHUNK_BYTES: usize = (256 << 10) / SCALE;
 /// The most bytes of a record, without its kind and length.
-pub(crate) const RECORD_BYTES_MAX: usize = 1 << 20;
+pub(crate) const RECORD_BYTES_MAX: usize = (1 << 20) / SCALE;
 const DISKS_MAX: usize = 256;
 const NAME_BYTES_MAX: usize = 255;
-const DISK_BYTES_MAX: u64 = 1 << 50;
+pub(crate) const DISK_BYTES_MAX: u64 = 1 << 50;
 /// Bytes of a chunk record before its content.
 const CHUNK_HEADER_BYTES: usize = 20;
 /// A higher level costs more time than devices take to write what it saves.
@@ -51,6 +52,9 @@ pub struct Disk {
     pub name: String,
     /// Its size in bytes.
     pub bytes: u64,
+    /// The bytes that it took of its file system when it was exported, if that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub used: Option<u64>,
 }
 
 /// A guest whose disks are in the parcel.
@@ -239,6 +243,10 @@ impl Chunk {
             (0, 0) => None,
             (1, 1..=CHUNK_BYTES) => Some(content.to_vec()),
             (2, 1..) => {
+                let frame = zstd::zstd_safe::find_frame_compressed_size(content);
+                if frame != Ok(content.len()) {
+                    return Err(RecordError::Contradiction("a chunk is not one frame"));
+                }
                 let unpacked = zstd::bulk::decompress(content, CHUNK_BYTES);
                 Some(unpacked.map_err(|error| RecordError::Compression { chunk, error })?)
             }
@@ -277,7 +285,7 @@ mod tests {
             .collect();
         for (content, most) in [
             (None, 0),
-            (Some(b"text ".repeat(50_000)), 1000),
+            (Some(b"text ".repeat(CHUNK_BYTES / 6)), 1000),
             (Some(noise), CHUNK_BYTES),
         ] {
             let record = chunk(content);
@@ -291,7 +299,7 @@ mod tests {
 
     #[test]
     fn what_is_not_a_record_is_refused() {
-        let (_, mut rest) = chunk(Some(vec![7; 5000])).encode().unwrap();
+        let (_, mut rest) = chunk(Some(vec![7; CHUNK_BYTES / 2])).encode().unwrap();
         for length in 0..rest.len() {
             assert!(
                 Record::decode(KIND_CHUNK, &rest[..length]).is_err(),
@@ -302,9 +310,18 @@ mod tests {
         assert!(Record::decode(KIND_CHUNK, &rest).is_err());
         assert!(matches!(Record::decode(9, &[]), Err(RecordError::Kind(9))));
         assert!(Record::decode(KIND_GUEST, b"{}").is_err());
+        // Two frames, or something behind one, are not one frame.
+        let one = zstd::bulk::compress(&[7; 100], 1).unwrap();
+        for behind in [&one[..], &[0]] {
+            let (_, mut rest) = chunk(Some(vec![7; CHUNK_BYTES / 2])).encode().unwrap();
+            assert_eq!(rest[16], 2);
+            rest.truncate(CHUNK_HEADER_BYTES);
+            rest.extend(one.iter().chain(behind));
+            assert!(Record::decode(KIND_CHUNK, &rest).is_err());
+        }
         // A small frame may not become something large.
         let bomb = zstd::bulk::compress(&vec![0; 64 << 20], 1).unwrap();
-        let (_, mut rest) = chunk(Some(vec![7; 5000])).encode().unwrap();
+        let (_, mut rest) = chunk(Some(vec![7; CHUNK_BYTES / 2])).encode().unwrap();
         rest.truncate(CHUNK_HEADER_BYTES);
         rest.extend(bomb);
         assert!(Record::decode(KIND_CHUNK, &rest).is_err());

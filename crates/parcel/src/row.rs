@@ -54,7 +54,7 @@ pub(crate) fn name(
 }
 
 /// Reads a cell, which must have this name.
-fn read_cell(device: Option<&Device>, expected: &Name) -> Result<Cell, Missing> {
+pub(crate) fn read_cell(device: Option<&Device>, expected: &Name) -> Result<Cell, Missing> {
     let device = device.ok_or(Missing::Device)?;
     let mut cell = Cell::new();
     match device.read(expected.row, &mut cell) {

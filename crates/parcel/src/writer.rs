@@ -121,6 +121,9 @@ pub struct Writer {
     row: u64,
     synced: u64,
     durable: Position,
+    /// Whether the header is on the devices. Until there is something to put, it is not: a writer
+    /// that is interrupted before has not used a generation.
+    is_begun: bool,
 }
 
 impl Writer {
@@ -133,25 +136,16 @@ impl Writer {
         settings: &Settings,
         key: &DataKey,
     ) -> Result<Self, WriteError> {
-        check_name(&settings.name)?;
-        let cells: Vec<u64> = devices.iter().map(Device::capacity).collect();
-        let layout = Layout::new(&cells, settings.parity)?;
-        let header = Header {
-            parcel: ParcelId(random()?),
-            name: settings.name.clone(),
-            to: settings.to.clone(),
-            created: settings.now,
-            device: 0,
-            devices: layout.cells().to_vec(),
-            parity: settings.parity,
-            row: 0,
-            generation: 1,
-            nonce: random()?,
-            key: key.fingerprint()?,
-            earlier: Vec::new(),
-            sealed: false,
-        };
-        Self::begin(devices, header, key)
+        let header = first_header(&devices, settings, key);
+        let header = header.inspect_err(|_| devices.iter().for_each(Device::remove))?;
+        let mut writer = Self::prepare(devices, header, key, Position { header: 0, end: 1 })?;
+        match writer.begin() {
+            Ok(()) => Ok(writer),
+            Err(error) => {
+                writer.devices.iter().for_each(Device::remove);
+                Err(error)
+            }
+        }
     }
 
     /// Continues a parcel. `devices` are all of its devices in the order of their numbers, and
@@ -167,19 +161,17 @@ impl Writer {
     ) -> Result<Self, WriteError> {
         let mut last: Option<Header> = None;
         let (mut next, mut latest) = (position.end, 0);
+        let mut all_written = Vec::new();
         let given = key.fingerprint()?;
         for (number, device) in devices.iter().enumerate() {
-            let io = |error| WriteError::Io {
-                device: number,
-                path: device.path().to_path_buf(),
-                error,
-            };
+            let io = io_of(number, device);
             let other = || WriteError::OtherDevice {
                 device: number,
                 path: device.path().to_path_buf(),
             };
-            let written = device.written().map_err(io)?;
-            next = next.max(written + device.margin());
+            let written = device.written().map_err(&io)?;
+            all_written.push(written);
+            next = next.max(written);
             // A seal that was interrupted has begun a generation that counts for nothing.
             let name = written.checked_sub(1).map(|row| device.peek(row));
             let name = name.transpose().map_err(io)?.flatten();
@@ -213,6 +205,19 @@ impl Writer {
             let path = path.unwrap_or_default();
             return Err(WriteError::OtherDevice { device: 0, path });
         }
+        // An older copy of a device may be in its place.
+        let each = devices.iter().zip(all_written).zip(&header.devices);
+        for (number, ((device, written), cells)) in each.enumerate() {
+            if !is_as_it_was(device, written, (position, *cells, header.generation))
+                .map_err(io_of(number, device))?
+            {
+                let path = device.path().to_path_buf();
+                return Err(WriteError::OtherDevice {
+                    device: number,
+                    path,
+                });
+            }
+        }
         if header.earlier.len() + 2 >= GENERATIONS_MAX {
             return Err(WriteError::Generations);
         }
@@ -227,11 +232,21 @@ impl Writer {
         header.nonce = random()?;
         header.row = next;
         header.sealed = false;
-        Self::begin(devices, header, key)
+        let writer = Self::prepare(devices, header, key, position)?;
+        // There must be room for the header, and for the last one.
+        match writer.has_row(next.saturating_add(1)) {
+            true => Ok(writer),
+            false => Err(WriteError::Full),
+        }
     }
 
-    /// Writes the header of a generation.
-    fn begin(devices: Vec<Device>, header: Header, key: &DataKey) -> Result<Self, WriteError> {
+    /// Prepares a generation. Everything is durable up to a position of an earlier one.
+    fn prepare(
+        devices: Vec<Device>,
+        header: Header,
+        key: &DataKey,
+        durable: Position,
+    ) -> Result<Self, WriteError> {
         let count = u16::try_from(devices.len()).unwrap_or(u16::MAX);
         let keys = (0..count).map(|device| key.of_cells(&header.parcel, &header.nonce, device));
         let keys = keys.collect::<Result<Vec<_>, _>>()?;
@@ -241,30 +256,38 @@ impl Writer {
             layout: header.layout()?,
             rows: header.row + 1..header.row + 1,
         };
-        let header_row = header.row;
-        let mut writer = Self {
+        Ok(Self {
             devices,
             generation,
             keys,
             header_key: key.of_headers(&header.parcel)?,
             log: LogWriter::new(),
             pending: Vec::new(),
-            row: header.row,
+            row: header.row + 1,
             synced: header.row,
             durable: Position {
-                header: header.row,
-                end: header.row + 1,
+                header: durable.header,
+                end: durable.end.max(durable.header + 1),
             },
+            is_begun: false,
             header,
-        };
-        // There must be room for the header, and for the last one.
-        if !writer.has_row(header_row + 1) {
-            return Err(WriteError::Full);
+        })
+    }
+
+    /// Writes the header of the generation, if it is not there yet.
+    fn begin(&mut self) -> Result<(), WriteError> {
+        if self.is_begun {
+            return Ok(());
         }
-        let header = writer.header.clone();
-        writer.write_header(&header)?;
-        writer.sync_devices()?;
-        Ok(writer)
+        let header = self.header.clone();
+        self.write_header(&header)?;
+        self.sync_devices()?;
+        self.durable = Position {
+            header: header.row,
+            end: header.row + 1,
+        };
+        self.is_begun = true;
+        Ok(())
     }
 
     /// Returns the paths of its devices.
@@ -374,6 +397,7 @@ impl Writer {
         if self.pending.len() < roles.data.len() {
             return Ok(());
         }
+        self.begin()?;
         let row = self.row;
         let name =
             |device, kind| row::name(&self.header.parcel, &self.generation, (row, device), kind);
@@ -429,8 +453,10 @@ impl Writer {
             })?;
             self.add(empty.unwrap_or_default())?;
         }
-        self.sync_devices()?;
-        self.durable.end = self.row;
+        if self.is_begun {
+            self.sync_devices()?;
+            self.durable.end = self.row;
+        }
         Ok(self.durable)
     }
 
@@ -441,39 +467,107 @@ impl Writer {
     /// When anything read back is not as it was written, or the devices cannot be written.
     pub fn seal(mut self, progress: &mut dyn FnMut(u64)) -> Result<(Parcel, Position), WriteError> {
         let position = self.sync()?;
-        for (number, device) in self.devices.iter().enumerate() {
-            device.forget().map_err(|error| WriteError::Io {
-                device: number,
-                path: device.path().to_path_buf(),
-                error,
-            })?;
-        }
+        self.forget()?;
         let mut header = self.header.clone();
-        header.earlier.push(Earlier {
-            generation: header.generation,
-            nonce: header.nonce,
-            devices: header.devices.clone(),
-            first: header.row,
-            end: position.end,
-        });
-        header.generation += 1;
-        header.nonce = random()?;
-        header.row = self.row;
+        if self.is_begun {
+            header.earlier.push(Earlier {
+                generation: header.generation,
+                nonce: header.nonce,
+                devices: header.devices.clone(),
+                first: header.row,
+                end: position.end,
+            });
+            header.generation += 1;
+            header.nonce = random()?;
+            header.row = self.row;
+        }
         header.sealed = true;
         let sealed = Parcel::of(self.devices, header.clone())?;
-        let report = sealed.verify(progress);
+        let report = sealed.verify_rows(progress);
         if !report.is_clean() {
             return Err(WriteError::Damaged(Box::new(report)));
         }
         self.devices = sealed.into_devices();
         self.write_header(&header)?;
         self.sync_devices()?;
+        self.forget()?;
         let position = Position {
             header: header.row,
             end: header.row + 1,
         };
-        Ok((Parcel::of(self.devices, header)?, position))
+        let sealed = Parcel::of(self.devices, header)?;
+        let mut report = Report::default();
+        sealed.verify_header(&mut report);
+        match report.is_clean() {
+            true => Ok((sealed, position)),
+            false => Err(WriteError::Damaged(Box::new(report))),
+        }
     }
+
+    /// Lets what is read next come from the devices.
+    fn forget(&self) -> Result<(), WriteError> {
+        for (number, device) in self.devices.iter().enumerate() {
+            device.forget().map_err(io_of(number, device))?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns the header of a new parcel.
+fn first_header(
+    devices: &[Device],
+    settings: &Settings,
+    key: &DataKey,
+) -> Result<Header, WriteError> {
+    check_name(&settings.name)?;
+    let cells: Vec<u64> = devices.iter().map(Device::capacity).collect();
+    let layout = Layout::new(&cells, settings.parity)?;
+    Ok(Header {
+        parcel: ParcelId(random()?),
+        name: settings.name.clone(),
+        to: settings.to.clone(),
+        created: settings.now,
+        device: 0,
+        devices: layout.cells().to_vec(),
+        parity: settings.parity,
+        row: 0,
+        generation: 1,
+        nonce: random()?,
+        key: key.fingerprint()?,
+        earlier: Vec::new(),
+        sealed: false,
+    })
+}
+
+fn io_of(number: usize, device: &Device) -> impl Fn(io::Error) -> WriteError {
+    let path = device.path().to_path_buf();
+    move |error| WriteError::Io {
+        device: number,
+        path: path.clone(),
+        error,
+    }
+}
+
+/// Returns whether a device has what was durable on it: cells up to the position, and in the first
+/// and the last row of its generation none of another one. They may be damaged.
+fn is_as_it_was(
+    device: &Device,
+    written: u64,
+    (position, cells, generation): (Position, u64, u32),
+) -> io::Result<bool> {
+    for row in [position.header, position.end.saturating_sub(1)] {
+        if row >= cells {
+            continue;
+        }
+        let is_it = match device.peek(row)? {
+            Some(name) => name.generation == generation,
+            None => row < written,
+        };
+        if !is_it {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 fn cell_of(plain: &[u8]) -> Cell {
@@ -495,9 +589,10 @@ fn in_parallel<T: Sync, R: Send>(
             .iter()
             .map(|item| scope.spawn(move || each(item)))
             .collect();
-        let joined = threads.into_iter().map(|thread| thread.join());
+        let joined: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
         // A thread that panics says so itself.
         joined
+            .into_iter()
             .map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             .collect()
     })

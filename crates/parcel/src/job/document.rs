@@ -4,8 +4,11 @@ use super::error::{JobError, io_at};
 use super::moment::Since;
 use crate::date::Date;
 use crate::header::ParcelId;
+use crate::layout::CELLS_MAX;
+use crate::record::{CHUNK_BYTES, DISK_BYTES_MAX};
 use crate::writer::Position;
 use longhaul_storage::disk::{Disk as _, RawDisk};
+use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -190,6 +193,21 @@ pub(super) struct Document {
 }
 
 impl Document {
+    /// Returns the document, if its numbers are those of an export.
+    fn checked(self) -> Result<Self, serde_json::Error> {
+        let disks = self.guests.iter().flat_map(|guest| &guest.disks);
+        let mut sizes = disks.map(|disk| disk.bytes);
+        let ends = |position: Position| position.header < position.end && position.end <= CELLS_MAX;
+        let is_known = self.position.is_none_or(ends)
+            && (1..u64::MAX).contains(&self.version)
+            && sizes.all(|bytes| bytes <= DISK_BYTES_MAX)
+            && self.next.chunk <= DISK_BYTES_MAX / CHUNK_BYTES as u64;
+        match is_known {
+            true => Ok(self),
+            false => Err(serde_json::Error::custom("it has impossible numbers")),
+        }
+    }
+
     /// Reads the document in a job's folder.
     pub(super) fn read(folder: &Path) -> Result<Self, JobError> {
         let path = folder.join(DOCUMENT);
@@ -203,7 +221,8 @@ impl Document {
         if text.len() as u64 > DOCUMENT_BYTES_MAX {
             return Err(JobError::Long(path));
         }
-        serde_json::from_slice(&text).map_err(|error| JobError::Document { path, error })
+        let document = serde_json::from_slice(&text).and_then(Self::checked);
+        document.map_err(|error| JobError::Document { path, error })
     }
 
     /// Writes it durably, readable by its owner alone.

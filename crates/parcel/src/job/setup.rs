@@ -11,6 +11,7 @@ use crate::key::DataKey;
 use crate::layout::Layout;
 use crate::reader::header_at;
 use crate::record::{Disk, Guest, Record};
+use crate::room::used_bytes;
 use crate::writer::{Settings, WriteError, Writer};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use std::collections::BTreeSet;
@@ -311,6 +312,7 @@ pub(super) fn record_of(number: usize, guest: &KnownGuest) -> Record {
                 disk: number,
                 name: known.disk.name.clone(),
                 bytes: known.bytes,
+                used: used_bytes(&known.disk.path),
             })
             .collect(),
         description: serde_json::Value::Null,

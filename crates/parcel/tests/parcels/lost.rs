@@ -110,11 +110,8 @@ fn a_flipped_bit_in_any_part_of_any_cell_is_found_and_recovered() {
     }
     let error = Parcel::open(vec![Device::open(&stage.folder(0), false).unwrap()]);
     assert!(matches!(error, Err(OpenError::NoHeader)), "{error:?}");
-    let parcel = stage.open_without(&[]);
-    assert!(
-        parcel.verify(&mut |_| ()).lost > 0,
-        "two devices are not recognised"
-    );
+    // Any valid cell says which device it is on.
+    assert_eq!(stage.open_without(&[]).verify(&mut |_| ()).lost, 0);
 }
 
 #[test]

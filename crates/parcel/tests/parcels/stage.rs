@@ -70,6 +70,7 @@ pub(crate) fn guest(guest: u32, disks: &[Content]) -> Record {
                 disk,
                 name: format!("disk-{disk}"),
                 bytes: content.len() as u64,
+                used: None,
             })
             .collect(),
         description: serde_json::json!({"memory_mib": 512}),
