@@ -112,6 +112,7 @@ impl Endpoint {
             name: host.name.clone(),
             alpn: ALPN_BULK,
             limit: RateLimit::new(config.bandwidth_bps),
+            paths: self.inner.paths_to(&host),
         };
         let (link, address) = self.dial_host(&host, &dial).await?;
         let opening = BulkOpening {
