@@ -5,7 +5,8 @@
 //! room in its congestion window, and sends again on any path what was lost on another. It does not
 //! notice by itself that a path is dead, and it sends all acknowledgements on one path. So both
 //! ends send a pulse on each path. A path that is silent while another one is heard gets no more
-//! new data after [`SUSPECT`], and is given up after [`DEAD`] or more, by its pulse and round trip.
+//! new data after [`SUSPECT_PULSES`], and is given up after [`DEAD`] or, by its pulse and round
+//! trip, later.
 //!
 //! The dialler opens paths. A path that is given up is opened again at once: the library repeats
 //! the first packet of a path until it is answered, whenever that is.
@@ -31,9 +32,9 @@ const PULSE: Duration = Duration::from_millis(200);
 /// The silence after which what is not spread takes another path, in pulses; half a round trip is
 /// added. That is soon: the acknowledgements of all paths are not spread.
 const DOUBTFUL_PULSES: f64 = 1.5;
-/// The silence after which a path gets no new data.
-const SUSPECT: Duration = Duration::from_millis(400);
-const SUSPECT_PULSES: u32 = 3;
+/// The silence after which a path gets no new data, in pulses; half a round trip is added. That is
+/// soon too: the library tries a silent path with new data, and each try is a hole in a stream.
+const SUSPECT_PULSES: u32 = 4;
 /// The silence after which a path is given up, and how often another one was heard at least in this
 /// time.
 const DEAD: Duration = Duration::from_secs(1);
@@ -138,7 +139,7 @@ struct Known {
     /// Whether nothing was sent on it since the last pulse.
     is_idle: bool,
     /// The time for which others were heard and this was not, and the number of pulses at which
-    /// they were. What was silent together counts for [`SUSPECT`] at most.
+    /// they were. What was silent together counts for [`SUSPECT_PULSES`] at most.
     silence: Duration,
     pulses: u32,
     /// The time since this or another one was heard.
@@ -175,7 +176,7 @@ impl Known {
     }
 
     fn is_suspect(&self, pulse: Duration) -> bool {
-        self.silence >= SUSPECT.max(pulse * SUSPECT_PULSES)
+        self.silence >= pulse * SUSPECT_PULSES + self.rtt / 2
     }
 
     fn is_dead(&self, pulse: Duration) -> bool {
@@ -315,7 +316,7 @@ impl Keeper {
             if heard.contains(&known.id) {
                 (known.silence, known.pulses) = (Duration::ZERO, 0);
             } else if !heard.is_empty() {
-                known.silence += known.quiet.min(SUSPECT);
+                known.silence += known.quiet.min(self.pulse * SUSPECT_PULSES);
                 known.pulses += 1;
             } else {
                 continue;

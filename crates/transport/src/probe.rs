@@ -1,8 +1,7 @@
 //! Measures a link: sends random frames over the bulk path for some time, counted by the receiver.
 
 use crate::bulk::{
-    BULK_STREAMS_MAX, BulkBinding, BulkOpening, BulkPurpose, BulkReceiver, BulkSender, BulkStats,
-    BulkToken,
+    BulkBinding, BulkOpening, BulkPurpose, BulkReceiver, BulkSender, BulkStats, BulkToken,
 };
 use crate::endpoint::{Dial, Endpoint};
 use crate::error::{BulkError, CloseCode, ConnectError, LinkError};
@@ -122,7 +121,7 @@ impl Endpoint {
         let (link, address) = self.dial_host(&host, &dial).await?;
         let opening = BulkOpening {
             purpose: BulkPurpose::Probe,
-            streams: config.streams.clamp(1, BULK_STREAMS_MAX),
+            streams: crate::bulk::streams_over(config.streams, &dial),
             token: BulkToken::from_bytes([0; 32]),
             binding: BulkBinding {
                 attempt: AttemptId {

@@ -267,3 +267,74 @@ async fn a_limit_holds_for_all_paths_together() {
         () = check => {}
     }
 }
+
+#[tokio::test]
+async fn a_measurement_ends_at_both_hosts_whatever_path_is_down() {
+    let (alpha, beta, paths) = over_two_paths([RATE, RATE]).await;
+    let accept = async { while beta.endpoint.accept().await.is_some() {} };
+    let measure = async {
+        for down in [1, 0, 1] {
+            paths[1 - down].set_cut(false);
+            paths[down].set_cut(true);
+            let config = ProbeConfig {
+                duration: Duration::from_secs(2),
+                ..ProbeConfig::default()
+            };
+            // The other host takes part in one at a time.
+            let report = alpha.endpoint.probe("beta", config, |_| {}).await.unwrap();
+            assert!(report.throughput_bps > 0);
+            sleep(Duration::from_millis(500)).await;
+        }
+    };
+    tokio::select! {
+        () = accept => {}
+        () = measure => {}
+    }
+}
+
+/// Opens paths to one address from several addresses of this host, over a socket of either family.
+async fn paths_leave_from_their_addresses(listen: &str) {
+    let beta = Host::new(config());
+    let mut config = EndpointConfig::new(listen.parse().unwrap(), hello(1, 1));
+    // The first one is that which the system chooses for the connection itself.
+    let from = ["127.0.0.1", "127.0.0.2", "127.0.0.3"].map(|ip| ip.parse().unwrap());
+    let to = beta.address();
+    let path = |from| PathTo {
+        to,
+        from: Some(from),
+    };
+    config.paths = vec![("beta".to_owned(), from.map(path).to_vec())];
+    let alpha = Host::new(config);
+    alpha.trust("beta", &beta, ALL);
+    beta.trust("alpha", &alpha, ALL);
+    let (here, there) = connected(&alpha, &beta).await;
+    let (sender, receiver) = bulk(&here, &there, BulkConfig::default()).await;
+    let up = || {
+        let traffic = sender.traffic().into_iter().filter(|of| of.is_up);
+        let mut up: Vec<_> = traffic.filter_map(|of| of.path.from).collect();
+        up.sort();
+        up
+    };
+    until("all paths are up", || up() == from).await;
+    assert_eq!(sender.traffic().len(), from.len(), "no other path");
+    // So the other host sees them.
+    let seen = || {
+        let traffic = receiver.traffic().into_iter().filter(|of| of.is_up);
+        let mut seen: Vec<_> = traffic.map(|of| of.path.to.ip().to_canonical()).collect();
+        seen.sort();
+        seen
+    };
+    until("all paths are seen", || seen() == from).await;
+    sender.send(frame(7)).await.unwrap();
+    assert_eq!(receiver.recv().await.unwrap(), Some(frame(7)));
+}
+
+#[tokio::test]
+async fn paths_leave_from_their_addresses_over_an_ipv4_socket() {
+    paths_leave_from_their_addresses("0.0.0.0:0").await;
+}
+
+#[tokio::test]
+async fn paths_leave_from_their_addresses_over_a_socket_of_both_families() {
+    paths_leave_from_their_addresses("[::]:0").await;
+}

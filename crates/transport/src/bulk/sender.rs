@@ -38,6 +38,8 @@ const SEND_WINDOW_BYTES_MAX: u64 = 64 << 20;
 /// The number of frames that wait to be written, each on a stream of its own: more than one, so
 /// that a stream blocked by a loss does not delay the others.
 const FRAMES_IN_HAND: u32 = 3;
+/// How many times as many streams there are over several network paths.
+const STREAMS_TIMES: u8 = 4;
 const ADJUST_EVERY: Duration = Duration::from_millis(10);
 const RATE_OVER: Duration = Duration::from_millis(500);
 const ACKNOWLEDGEMENTS_WAITING: usize = 64;
@@ -127,7 +129,7 @@ pub(crate) async fn connect(
     };
     let opening = BulkOpening {
         purpose: BulkPurpose::Migration,
-        streams: config.streams.clamp(1, BULK_STREAMS_MAX),
+        streams: streams_over(config.streams, &dial),
         token: token.clone(),
         binding,
     };
@@ -162,6 +164,17 @@ pub(crate) async fn open(
     let limit = dial.limit.clone();
     endpoint.open_paths(&link, dial, Spread::All);
     Ok(BulkSender::start(link, opening.binding, streams, limit))
+}
+
+/// Returns the number of streams. Over several network paths there are more: what is lost with a
+/// path holds up all later frames of its stream until the path is given up.
+pub(crate) fn streams_over(streams: u8, dial: &Dial) -> u8 {
+    let times = if dial.paths.is_empty() {
+        1
+    } else {
+        STREAMS_TIMES
+    };
+    streams.saturating_mul(times).clamp(1, BULK_STREAMS_MAX)
 }
 
 async fn present(link: &Link, opening: &BulkOpening) -> Result<(), LinkError> {
