@@ -222,6 +222,15 @@ impl Lab {
         measure::measure_as_asked(ends, asked)
     }
 
+    /// As [`Self::measure_link`], for the second link between the first two hosts.
+    ///
+    /// # Errors
+    /// When it cannot be measured, or differs by more than the laboratory's tolerances.
+    pub fn measure_second_link(&self, asked: LinkSpec) -> Result<Measured, LabError> {
+        let ends = [self.host(0)?.second_end(), self.host(1)?.second_end()];
+        measure::measure_as_asked(ends, asked)
+    }
+
     /// Records the socket of a host's agent, for `lab`'s users.
     ///
     /// # Errors
