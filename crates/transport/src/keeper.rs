@@ -311,18 +311,7 @@ impl Keeper {
         for (id, last) in gone {
             self.gone(id, &last);
         }
-        for known in self.known.iter_mut().filter(|known| known.carries()) {
-            known.quiet += passed;
-            if heard.contains(&known.id) {
-                (known.silence, known.pulses) = (Duration::ZERO, 0);
-            } else if !heard.is_empty() {
-                known.silence += known.quiet.min(self.pulse * SUSPECT_PULSES);
-                known.pulses += 1;
-            } else {
-                continue;
-            }
-            known.quiet = Duration::ZERO;
-        }
+        account(&mut self.known, &heard, passed, self.pulse);
     }
 
     /// Opens the wanted paths that there are not.
@@ -345,7 +334,8 @@ impl Keeper {
             };
             match self.wanted.iter().find(is_it).copied() {
                 Some(path) => self.rename_first(path),
-                None => self.wanted.push(first),
+                None if !self.wanted.contains(&first) => self.wanted.push(first),
+                None => {}
             }
         }
         for path in self.wanted.clone() {
@@ -475,6 +465,22 @@ impl Keeper {
     }
 }
 
+/// Adds the time since the last pulse to the silence of the paths on which nothing was heard.
+fn account(paths: &mut [Known], heard: &[PathId], passed: Duration, pulse: Duration) {
+    for known in paths.iter_mut().filter(|known| known.carries()) {
+        known.quiet += passed;
+        if heard.contains(&known.id) {
+            (known.silence, known.pulses) = (Duration::ZERO, 0);
+        } else if !heard.is_empty() {
+            known.silence += known.quiet.min(pulse * SUSPECT_PULSES);
+            known.pulses += 1;
+        } else {
+            continue;
+        }
+        known.quiet = Duration::ZERO;
+    }
+}
+
 fn same(one: SocketAddr, other: SocketAddr) -> bool {
     one.ip().to_canonical() == other.ip().to_canonical() && one.port() == other.port()
 }
@@ -491,5 +497,80 @@ fn mapped(ip: IpAddr, connection: &Connection) -> IpAddr {
     match (ip, remote) {
         (IpAddr::V4(ip), Some(SocketAddr::V6(_))) => ip.to_ipv6_mapped().into(),
         _ => ip,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn two() -> [Known; 2] {
+        [0u32, 1].map(|id| {
+            let path = PathTo {
+                to: ([192, 0, 2, 7], 7400 + id as u16).into(),
+                from: None,
+            };
+            Known::new(id.into(), path, true)
+        })
+    }
+
+    /// Passes pulses in which these paths are heard.
+    fn pass(paths: &mut [Known], pulses: u32, heard: &[u32]) {
+        let heard: Vec<PathId> = heard.iter().map(|id| (*id).into()).collect();
+        for _ in 0..pulses {
+            account(paths, &heard, PULSE_BULK, PULSE_BULK);
+        }
+    }
+
+    #[test]
+    fn a_silent_path_is_left_step_by_step_and_taken_back_when_it_is_heard() {
+        let mut paths = two();
+        let states = |paths: &[Known; 2]| {
+            let path = &paths[1];
+            [
+                path.is_doubtful(PULSE_BULK),
+                path.is_suspect(PULSE_BULK),
+                path.is_dead(PULSE_BULK),
+            ]
+        };
+        pass(&mut paths, 1, &[0]);
+        assert_eq!(states(&paths), [false, false, false]);
+        pass(&mut paths, 1, &[0]);
+        assert_eq!(states(&paths), [true, false, false]);
+        pass(&mut paths, 2, &[0]);
+        assert_eq!(states(&paths), [true, true, false]);
+        pass(&mut paths, 15, &[0]);
+        assert_eq!(states(&paths), [true, true, false]);
+        pass(&mut paths, 1, &[0]);
+        assert_eq!(states(&paths), [true, true, true]);
+        pass(&mut paths, 1, &[0, 1]);
+        assert_eq!(states(&paths), [false, false, false]);
+        assert!(!paths[0].is_doubtful(PULSE_BULK));
+    }
+
+    #[test]
+    fn what_is_silent_together_is_not_given_up() {
+        let mut paths = two();
+        // The link of both is cut for 10 s. Then one is heard a little before the other one.
+        pass(&mut paths, 200, &[]);
+        pass(&mut paths, 4, &[0]);
+        assert!(paths[1].is_suspect(PULSE_BULK) && !paths[1].is_dead(PULSE_BULK));
+        pass(&mut paths, 1, &[1]);
+        assert!(!paths[1].is_doubtful(PULSE_BULK));
+    }
+
+    #[test]
+    fn a_slow_path_has_more_time() {
+        let mut paths = two();
+        paths[1].rtt = Duration::from_millis(600);
+        pass(&mut paths, 6, &[0]);
+        assert!(
+            !paths[1].is_doubtful(PULSE_BULK),
+            "half a round trip is added"
+        );
+        pass(&mut paths, 40, &[0]);
+        assert!(paths[1].is_suspect(PULSE_BULK) && !paths[1].is_dead(PULSE_BULK));
+        pass(&mut paths, 2, &[0]);
+        assert!(paths[1].is_dead(PULSE_BULK), "four round trips");
     }
 }

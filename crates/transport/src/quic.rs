@@ -29,6 +29,9 @@ pub(crate) fn header_bytes(address: SocketAddr) -> u64 {
     }
 }
 
+/// The maximum number of addresses of lost paths that a connection remembers.
+const GONE_PATHS_MAX: usize = 64;
+
 /// The network paths of a connection, as its keeper last saw them. Without a keeper there is the
 /// path on which it was made.
 #[derive(Debug)]
@@ -46,8 +49,12 @@ pub(crate) struct View {
 }
 
 impl View {
-    /// Adds what a path that is gone has carried.
+    /// Adds what a path that is gone has carried. Of a peer whose address changes all the time, not
+    /// all are remembered.
     pub(crate) fn note_gone(&mut self, path: PathTo, stats: &PathStats) {
+        if self.gone.len() >= GONE_PATHS_MAX && !self.gone.contains_key(&path) {
+            return;
+        }
         let sum = self.gone.entry(path).or_default();
         let (tx, rx) = (&stats.udp_tx, &stats.udp_rx);
         let more = [tx.datagrams, tx.bytes, rx.datagrams, rx.bytes];
