@@ -1,5 +1,6 @@
 //! Defines this host, and the hosts that it trusts.
 
+use crate::migration::PathUse;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -160,6 +161,12 @@ pub struct ProbeResult {
     pub rate_late_bps: Option<u64>,
     /// Rate on the wire, in bits per second, headers and lost packets included.
     pub wire_rate_bps: Option<u64>,
+    /// The rate in each second of the measurement, in bits of content per second.
+    #[serde(default)]
+    pub per_second_bps: Vec<u64>,
+    /// What each network path has carried; empty if there is only one.
+    #[serde(default)]
+    pub paths: Vec<PathUse>,
     /// Share of packets that were lost, from 0 to 1.
     pub loss: Option<f64>,
     /// UDP address under which the other host's agent sees this one; null if it does not report it

@@ -39,8 +39,8 @@ pub use host::{
     Host, NotWritable, Probe, ProbeResult, Qemu, Scope, Trust, TrustedHost, TrustedHosts,
 };
 pub use migration::{
-    Asked, Limit, LinkProgress, Migration, Migrations, Outcome, Phase, Progress, RegionProgress,
-    Side, StartMigration, Strategy,
+    Asked, Limit, LinkProgress, Migration, Migrations, Outcome, PathUse, Phase, Progress,
+    RegionProgress, Side, StartMigration, Strategy,
 };
 pub use openapi::{openapi, openapi_text};
 pub use operation::{Method, Operation};

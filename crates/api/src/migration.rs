@@ -400,6 +400,22 @@ pub struct LinkProgress {
     /// Time since the last sign of the other host, in milliseconds; null while the hosts are
     /// connected.
     pub interrupted_ms: Option<u64>,
+    /// What each network path has carried; empty if there is only one.
+    #[serde(default)]
+    pub paths: Vec<PathUse>,
+}
+
+/// The use of a network path to the other host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct PathUse {
+    /// Address of the other host.
+    pub to: String,
+    /// Address of this host; null if the system chooses it.
+    pub from: Option<String>,
+    /// Number of bytes sent over it.
+    pub sent_bytes: u64,
+    /// Whether it carries data now, or did at the end.
+    pub up: bool,
 }
 
 #[cfg(test)]

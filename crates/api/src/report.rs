@@ -3,7 +3,7 @@
 use crate::convergence::StopChoice;
 use crate::disks::{BaseChoice, DiskChoice};
 use crate::error::ApiError;
-use crate::migration::{Asked, Outcome, Phase, Side, Strategy};
+use crate::migration::{Asked, Outcome, PathUse, Phase, Side, Strategy};
 use crate::plan::{Judgement, PredictedRange, Prediction};
 use crate::properties::{GuestRates, Properties};
 use schemars::JsonSchema;
@@ -48,6 +48,9 @@ pub struct Report {
     pub link_bytes: Option<u64>,
     /// Number of bytes sent over the link back to the source.
     pub link_bytes_back: Option<u64>,
+    /// Part of `link_bytes` of each network path; empty if there was only one.
+    #[serde(default)]
+    pub paths: Vec<PathUse>,
     /// Part of `link_bytes` that carried memory, in bytes.
     pub memory_bytes: Option<u64>,
     /// Part of `link_bytes` that carried disks, in bytes; null if no disk moved.

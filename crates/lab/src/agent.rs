@@ -279,6 +279,23 @@ pub fn start_each(
     Ok(agents)
 }
 
+/// Returns the table of the configuration of a host's agent, by the host's index, by which it uses
+/// both links to each host that has two.
+pub fn both_links(hosts: &[Host], own: usize) -> toml::Table {
+    let path = |address: &str| {
+        let to = format!("{address}:{AGENT_PORT}").into();
+        toml::Value::from(toml::Table::from_iter([("to".to_owned(), to)]))
+    };
+    let of_host = |host: &Host| {
+        let paths = [host.address(), host.second_address()?].map(path);
+        let table = toml::Table::from_iter([("paths".to_owned(), paths.to_vec().into())]);
+        Some((host.name().to_owned(), table.into()))
+    };
+    let others = hosts.iter().enumerate().filter(|(index, _)| *index != own);
+    let hosts: toml::Table = others.filter_map(|(_, host)| of_host(host)).collect();
+    toml::Table::from_iter([("hosts".to_owned(), hosts.into())])
+}
+
 fn configuration(host: &Host, api: &Path, more: &toml::Table) -> Result<String, LabError> {
     let text = |path: &Path| toml::Value::String(path.display().to_string());
     let mut table = more.clone();
@@ -287,6 +304,7 @@ fn configuration(host: &Host, api: &Path, more: &toml::Table) -> Result<String, 
     let address = match host.addresses().iter().any(|address| address.contains(':')) {
         // Both families.
         true => "[::]",
+        false if host.second_address().is_some() => "0.0.0.0",
         false => host.address(),
     };
     table.insert(

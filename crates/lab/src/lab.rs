@@ -37,6 +37,7 @@ pub struct Lab {
     claim: Claim,
     hosts: Vec<Host>,
     links: Vec<(usize, usize, Link)>,
+    second_links: Vec<(usize, usize, Link)>,
     clients: Option<Namespace>,
     internet: Option<Internet>,
 }
@@ -49,6 +50,8 @@ pub struct Host {
     number: u8,
     /// The first is the one that others use; at least one.
     addresses: Vec<String>,
+    /// The address on second links.
+    second_address: Option<String>,
     folder: PathBuf,
     sockets: PathBuf,
     namespace: Namespace,
@@ -106,6 +109,7 @@ impl Lab {
             claim: registry.enter(purpose)?,
             hosts: Vec::new(),
             links: Vec::new(),
+            second_links: Vec::new(),
             clients: None,
             internet: None,
         })
@@ -218,6 +222,15 @@ impl Lab {
         measure::measure_as_asked(ends, asked)
     }
 
+    /// As [`Self::measure_link`], for the second link between the first two hosts.
+    ///
+    /// # Errors
+    /// When it cannot be measured, or differs by more than the laboratory's tolerances.
+    pub fn measure_second_link(&self, asked: LinkSpec) -> Result<Measured, LabError> {
+        let ends = [self.host(0)?.second_end(), self.host(1)?.second_end()];
+        measure::measure_as_asked(ends, asked)
+    }
+
     /// Records the socket of a host's agent, for `lab`'s users.
     ///
     /// # Errors
@@ -252,6 +265,50 @@ impl Lab {
         self.claim.save()
     }
 
+    /// Adds a second link between two hosts, with addresses of its own at its ends.
+    ///
+    /// # Errors
+    /// When it cannot be created.
+    pub fn add_second_link(
+        &mut self,
+        (first, second): (usize, usize),
+        spec: LinkSpec,
+        seed: u64,
+    ) -> Result<(), LabError> {
+        for index in [first, second] {
+            let host = self.hosts.get_mut(index);
+            let none = || LabError::Which(format!("this laboratory has no host {index}"));
+            let host = host.ok_or_else(none)?;
+            host.second_address = Some(format!("10.78.0.{}", host.number));
+        }
+        let ends = [
+            self.host(first)?.second_end(),
+            self.host(second)?.second_end(),
+        ];
+        let between = ends.map(|end| end.name.to_owned());
+        let link = Link::create(ends, spec, seed, &self.claim)?;
+        self.claim.record.links.push(LinkRecord {
+            between,
+            asked: spec.to_string(),
+            control: link.control().socket().to_owned(),
+        });
+        self.second_links.push((first, second, link));
+        self.claim.save()
+    }
+
+    /// Returns the controls of the second link between two hosts.
+    ///
+    /// # Errors
+    /// When there is none between these.
+    pub fn second_link(&self, first: usize, second: usize) -> Result<&Control, LabError> {
+        let pair = (first.min(second), first.max(second));
+        self.second_links
+            .iter()
+            .find(|(from, to, _)| (*from, *to) == pair)
+            .map(|(.., link)| link.control())
+            .ok_or_else(|| LabError::Which(format!("no link 2 between hosts {first} and {second}")))
+    }
+
     fn add_link(&mut self, first: usize, second: usize, plan: &Plan) -> Result<(), LabError> {
         let ends = [self.host(first)?.end(), self.host(second)?.end()];
         let between = ends.map(|end| end.name.to_owned());
@@ -269,6 +326,7 @@ impl Lab {
 impl Drop for Lab {
     fn drop(&mut self) {
         self.links.clear();
+        self.second_links.clear();
         self.internet = None;
         if let Err(error) = self.claim.remove() {
             say(&format!(
@@ -304,6 +362,7 @@ impl Host {
             name: name.to_owned(),
             number,
             addresses,
+            second_address: None,
             folder: make_folder(&claim.record.data.join(name))?,
             sockets: claim.folder().to_owned(),
             namespace: Namespace::create(&namespace)?,
@@ -350,9 +409,23 @@ impl Host {
     pub fn end(&self) -> End<'_> {
         End {
             name: &self.name,
+            link: 1,
             number: self.number,
             address: self.address(),
             namespace: &self.namespace,
+        }
+    }
+
+    /// Returns its address on second links, if it has one.
+    pub fn second_address(&self) -> Option<&str> {
+        self.second_address.as_deref()
+    }
+
+    fn second_end(&self) -> End<'_> {
+        End {
+            link: 2,
+            address: self.second_address().unwrap_or_default(),
+            ..self.end()
         }
     }
 

@@ -21,6 +21,7 @@ pub(crate) mod memory;
 mod quic;
 
 use bytes::Bytes;
+use longhaul_transport::PathTraffic;
 use std::error::Error;
 use std::pin::Pin;
 use std::time::Duration;
@@ -62,6 +63,11 @@ pub(crate) trait FrameSink: Send + Sync + 'static {
 
     /// Returns what is known of its rate and of its traffic.
     fn stats(&self) -> CarrierStats;
+
+    /// Returns what each network path has carried, if it uses any.
+    fn traffic(&self) -> Vec<PathTraffic> {
+        Vec::new()
+    }
 }
 
 /// Room for one frame, which is free again if this is dropped.

@@ -124,7 +124,8 @@ impl Manager {
             software,
             incarnation: Some(incarnation::of(&state.join("journal"))?),
         };
-        let config = EndpointConfig::new(parts.config.listen, hello);
+        let mut config = EndpointConfig::new(parts.config.listen, hello);
+        config.paths.clone_from(&parts.config.paths);
         let endpoint = Endpoint::bind(config, parts.identity.clone(), parts.trust.clone())
             .map_err(|error| {
                 cannot("open the socket for other agents", &error)

@@ -11,7 +11,7 @@ pub use offer::{BulkOffer, BulkToken};
 pub use receiver::BulkReceiver;
 pub(crate) use receiver::read_opening;
 pub use sender::{BulkPermit, BulkSender, BulkStats};
-pub(crate) use sender::{connect, open};
+pub(crate) use sender::{connect, open, streams_over};
 pub(crate) use wire::OPENING_ANSWER;
 pub use wire::{BulkOpening, BulkPurpose, BulkWireError, StreamHeader, StreamKind};
 

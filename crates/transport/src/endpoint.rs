@@ -17,12 +17,15 @@ use crate::error::{CloseCode, ConnectError, LinkError};
 use crate::framing::Budget;
 use crate::hello::{HELLO_HEAD_BYTES, Hello};
 use crate::identity::Identity;
+use crate::keeper::{self, CONCURRENT_PATHS_MAX, Spread};
 use crate::mux::{Arrived, Dropped, Mux, Sender, Socket, Sockets};
+use crate::paths::PathTo;
 use crate::quic::{
     self, AsyncUdpSocket, CryptoError, HashedConnectionIdGenerator, HmacKey, IdleTimeout, Link,
     QuicServerConfig, RecvStream, SendStream, TransportConfig, VarInt, WeakConnectionHandle,
+    header_bytes,
 };
-use crate::rate::{LimitedFactory, RateLimit, header_bytes};
+use crate::rate::{LimitedFactory, RateLimit};
 use crate::routes::Routes;
 use crate::stun::{self, Pending};
 use crate::tls::{self, ALPN_BULK, ALPN_CONTROL};
@@ -75,6 +78,9 @@ pub struct EndpointConfig {
     /// Whether to pass many datagrams to the kernel at once (UDP segmentation offload). To be
     /// switched off for network cards and kernels that do it wrong.
     pub segmentation_offload: bool,
+    /// The network paths that are used at once to single hosts, by a trusted host's name or
+    /// identity (at most [`PATHS_MAX`](crate::PATHS_MAX) each).
+    pub paths: Vec<(String, Vec<PathTo>)>,
 }
 
 impl EndpointConfig {
@@ -88,6 +94,7 @@ impl EndpointConfig {
             keep_alive: Duration::from_secs(1),
             keep_alive_at_rest: Duration::from_secs(5),
             segmentation_offload: true,
+            paths: Vec::new(),
         }
     }
 }
@@ -211,6 +218,7 @@ impl Endpoint {
             name: host.name.clone(),
             alpn: ALPN_CONTROL,
             limit: RateLimit::default(),
+            paths: Vec::new(),
         };
         let address = self.inner.routes.peer_address(id);
         let link = self.inner.dial(&dial, address).await?;
@@ -223,6 +231,7 @@ impl Endpoint {
             name: host.name.clone(),
             alpn: ALPN_CONTROL,
             limit: RateLimit::default(),
+            paths: self.inner.paths_to(&host),
         };
         let (link, address) = self.dial_host(&host, &dial).await?;
         self.inner.greet(link, host, address, &dial).await
@@ -236,7 +245,7 @@ impl Endpoint {
     ) -> Result<(Link, SocketAddr), ConnectError> {
         let routes = &self.inner.routes;
         if routes.way(host.id).is_none()
-            && host.addresses.is_empty()
+            && dial.addresses(&host.addresses).is_empty()
             && !routes.find_way(host.id, WAY_WITHIN).await
         {
             return Err(ConnectError::NoWay(host.name.clone()));
@@ -254,7 +263,7 @@ impl Endpoint {
                 Err(_) => debug!(host = host.name, "no answer on its way in time"),
             }
         }
-        let candidates = Candidates::configured(&host.addresses);
+        let candidates = Candidates::configured(&dial.addresses(&host.addresses));
         self.inner.dial_any(dial, candidates).await
     }
 
@@ -271,6 +280,7 @@ impl Endpoint {
             name: address.to_owned(),
             alpn: ALPN_CONTROL,
             limit: RateLimit::default(),
+            paths: Vec::new(),
         };
         let candidates = Candidates::configured(&[address.to_owned()]);
         let (link, _) = self.inner.dial_any(&dial, candidates).await?;
@@ -328,7 +338,10 @@ impl EndpointInner {
         let server = tls::server(&identity, alpns).map_err(|e| setup(&e))?;
         let server = QuicServerConfig::try_from(server).map_err(|e| setup(&e))?;
         let mut server = quic::ServerConfig::with_crypto(Arc::new(server));
-        let transport = server_transport(&config).map_err(|e| setup(&e))?;
+        let mut transport = server_transport(&config).map_err(|e| setup(&e))?;
+        if alpns.contains(&ALPN_BULK) {
+            transport.max_concurrent_multipath_paths(CONCURRENT_PATHS_MAX);
+        }
         server
             .transport_config(Arc::new(transport))
             .max_incoming(HANDSHAKES_MAX * 4)
@@ -391,6 +404,26 @@ impl EndpointInner {
         host.ok_or_else(|| ConnectError::NotTrusted(name.to_owned()))
     }
 
+    /// Returns the network paths that are used at once to a host.
+    pub(crate) fn paths_to(&self, host: &TrustedHost) -> Vec<PathTo> {
+        let paths = &self.config.paths;
+        let is_its = |key: &str| key == host.name || key.parse() == Ok(host.id);
+        let found = paths.iter().find(|(key, _)| is_its(key));
+        let mut found = found.map_or(Vec::new(), |(_, paths)| paths.clone());
+        for path in &mut found {
+            path.to = self.mapped(path.to);
+        }
+        found
+    }
+
+    /// Opens the other network paths of a connection that this host has dialled. A peer of a realm
+    /// has one way at a time.
+    pub(crate) fn open_paths(&self, link: &Link, dial: &Dial, spread: Spread) {
+        if self.routes.peer_of(link.address()).is_none() {
+            keeper::open(link, &dial.paths, spread);
+        }
+    }
+
     /// Performs the dialler's side of the Hello.
     async fn greet(
         self: &Arc<Self>,
@@ -411,7 +444,10 @@ impl EndpointInner {
         });
         let theirs = theirs.map_err(|error| dial.error(error))?;
         match self.config.hello.agree(&theirs) {
-            Ok(version) => Ok(self.control(link, host, address, theirs, version, true)),
+            Ok(version) => {
+                self.open_paths(&link, dial, Spread::Best);
+                Ok(self.control(link, host, address, theirs, version, true))
+            }
             Err(error) => {
                 link.close(CloseCode::Incompatible, &error.to_string());
                 Err(error.into())

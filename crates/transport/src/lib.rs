@@ -32,7 +32,9 @@ mod framing;
 mod gauge;
 mod hello;
 mod identity;
+mod keeper;
 mod mux;
+mod paths;
 mod plane;
 mod probe;
 mod quic;
@@ -63,6 +65,7 @@ pub use hello::{
 pub use identity::{Identity, IdentityError, KEY_FILE};
 pub use longhaul_paths::SocketId;
 pub use mux::{DatagramKind, Datagrams, DroppedDatagrams, Kept, Outlet, SOCKETS_MAX, Source, sort};
+pub use paths::{PATHS_MAX, PathTo, PathTraffic};
 pub use plane::{PlaneError, PlaneSocket};
 pub use probe::{PROBE_TIME_MAX, ProbeConfig, ProbeError, ProbeReport, ProbeSample};
 pub use rendezvous::{

@@ -1,12 +1,12 @@
 //! Measures a link: sends random frames over the bulk path for some time, counted by the receiver.
 
 use crate::bulk::{
-    BULK_STREAMS_MAX, BulkBinding, BulkOpening, BulkPurpose, BulkReceiver, BulkSender, BulkStats,
-    BulkToken,
+    BulkBinding, BulkOpening, BulkPurpose, BulkReceiver, BulkSender, BulkStats, BulkToken,
 };
 use crate::endpoint::{Dial, Endpoint};
 use crate::error::{BulkError, CloseCode, ConnectError, LinkError};
 use crate::gauge::{LinkGauge, LinkRate};
+use crate::paths::PathTraffic;
 use crate::rate::RateLimit;
 use crate::stun::Reflexive;
 use crate::tls::ALPN_BULK;
@@ -62,7 +62,7 @@ pub struct ProbeSample {
 }
 
 /// The results of a measurement.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ProbeReport {
     /// Round-trip time before anything was sent.
     pub rtt_idle: Duration,
@@ -72,6 +72,10 @@ pub struct ProbeReport {
     pub throughput_bps: u64,
     /// The same over the second half of the time alone.
     pub throughput_late_bps: u64,
+    /// The same in each whole second.
+    pub per_second_bps: Vec<u64>,
+    /// What each network path has carried.
+    pub paths: Vec<PathTraffic>,
     /// The rate of the link in frame bits per second; `None` if it still grew at the end.
     pub rate_bps: Option<LinkRate>,
     /// Bits per second on the wire, headers and lost packets included.
@@ -112,11 +116,12 @@ impl Endpoint {
             name: host.name.clone(),
             alpn: ALPN_BULK,
             limit: RateLimit::new(config.bandwidth_bps),
+            paths: self.inner.paths_to(&host),
         };
         let (link, address) = self.dial_host(&host, &dial).await?;
         let opening = BulkOpening {
             purpose: BulkPurpose::Probe,
-            streams: config.streams.clamp(1, BULK_STREAMS_MAX),
+            streams: crate::bulk::streams_over(config.streams, &dial),
             token: BulkToken::from_bytes([0; 32]),
             binding: BulkBinding {
                 attempt: AttemptId {
@@ -211,11 +216,26 @@ async fn measure(
         rtt_loaded: end.rtt,
         throughput_bps: rate((Duration::ZERO, 0), *last),
         throughput_late_bps: rate(*half, *last),
+        per_second_bps: per_second(&reports),
+        paths: sender.traffic(),
         rate_bps: gauge.known(),
         wire_bps: ((end.wire_bytes_sent - idle.wire_bytes_sent) as f64 * 8.0 / elapsed) as u64,
         loss: lost as f64 / sent.max(1) as f64,
         reflexive: None,
     })
+}
+
+/// Returns the rates between the first reports of each second.
+fn per_second(reports: &[(Duration, u64)]) -> Vec<u64> {
+    let mut rates = Vec::new();
+    let mut from = (Duration::ZERO, 0);
+    for report in reports {
+        if report.0.saturating_sub(from.0) >= Duration::from_secs(1) {
+            rates.push(rate(from, *report));
+            from = *report;
+        }
+    }
+    rates
 }
 
 fn rate(from: (Duration, u64), to: (Duration, u64)) -> u64 {

@@ -4,7 +4,6 @@
 use crate::quic::{Bbr3Config, Controller, ControllerFactory, ControllerMetrics, RttEstimator};
 use crate::road::Road;
 use std::any::Any;
-use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -16,17 +15,66 @@ const INITIAL_WINDOW_BYTES: u64 = 32 * 1200;
 /// The share of the limit from which BBR's estimate is that of the limit, and not of the path.
 const LIMIT_REACHED: f64 = 0.9;
 
-/// Returns the size of the IP and UDP headers of each datagram, by address family.
-pub(crate) fn header_bytes(address: SocketAddr) -> u64 {
-    match address.ip().to_canonical() {
-        IpAddr::V4(_) => 28,
-        IpAddr::V6(_) => 48,
+/// A limit in bits per second on the wire, IP headers included. Shared and changeable. The network
+/// paths of one connection divide it by their rates.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct RateLimit(Arc<Limit>);
+
+#[derive(Debug, Default)]
+struct Limit {
+    bps: AtomicU64,
+    /// The sum of the rates of all paths that carry data.
+    rates: AtomicU64,
+}
+
+/// The share of one path in a limit. It is given back when this is dropped.
+#[derive(Debug)]
+struct Share {
+    limit: RateLimit,
+    /// The rate that the path could carry, in any unit that all paths use; 0 while it is unknown.
+    rate: AtomicU64,
+}
+
+impl Share {
+    fn new(limit: RateLimit) -> Self {
+        Self {
+            limit,
+            rate: AtomicU64::new(0),
+        }
+    }
+
+    fn set(&self, rate: u64) {
+        let before = self.rate.swap(rate, Ordering::Relaxed);
+        let rates = &self.limit.0.rates;
+        // Wraps, and so does the sum: the result is right in any order.
+        rates.fetch_add(rate.wrapping_sub(before), Ordering::Relaxed);
+    }
+
+    /// Returns the part of the limit for this path, in bits per second. `rate`: what it could
+    /// carry.
+    fn of_limit(&self, rate: u64) -> Option<u64> {
+        let limit = self.limit.get()?;
+        let own = self.rate.load(Ordering::Relaxed);
+        let others = self
+            .limit
+            .0
+            .rates
+            .load(Ordering::Relaxed)
+            .saturating_sub(own);
+        if others == 0 {
+            return Some(limit);
+        }
+        let own = own.max(rate).max(1);
+        let part = u128::from(limit) * u128::from(own) / (u128::from(own) + u128::from(others));
+        Some(u64::try_from(part).unwrap_or(limit).max(1))
     }
 }
 
-/// A limit in bits per second on the wire, IP headers included. Shared and changeable.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct RateLimit(Arc<AtomicU64>);
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.set(0);
+    }
+}
 
 impl RateLimit {
     pub(crate) fn new(limit_bps: Option<u64>) -> Self {
@@ -37,11 +85,11 @@ impl RateLimit {
 
     pub(crate) fn set(&self, limit_bps: Option<u64>) {
         let value = limit_bps.map_or(0, |limit| limit.max(1));
-        self.0.store(value, Ordering::Relaxed);
+        self.0.bps.store(value, Ordering::Relaxed);
     }
 
     pub(crate) fn get(&self) -> Option<u64> {
-        Some(self.0.load(Ordering::Relaxed)).filter(|limit| *limit > 0)
+        Some(self.0.bps.load(Ordering::Relaxed)).filter(|limit| *limit > 0)
     }
 }
 
@@ -58,7 +106,7 @@ impl ControllerFactory for LimitedFactory {
         Box::new(Limited {
             inner: Arc::new(config).build(now, mtu),
             road: Road::new(now),
-            limit: self.limit.clone(),
+            share: Arc::new(Share::new(self.limit.clone())),
             header_bytes: self.header_bytes,
             mtu,
             rtt_min: Duration::MAX,
@@ -66,12 +114,22 @@ impl ControllerFactory for LimitedFactory {
     }
 }
 
+/// Returns the rate that a path could carry, in bits per second, as its controller estimates it.
+fn could_carry(metrics: &ControllerMetrics) -> u64 {
+    let pacing = metrics.pacing_rate.map(|rate| rate.saturating_mul(8));
+    metrics
+        .bandwidth_estimate
+        .filter(|rate| *rate > 0)
+        .or(pacing)
+        .unwrap_or(1)
+}
+
 /// A controller whose pacing rate never exceeds the limit.
 #[derive(Debug)]
 struct Limited {
     inner: Box<dyn Controller>,
     road: Road,
-    limit: RateLimit,
+    share: Arc<Share>,
     header_bytes: u64,
     mtu: u16,
     rtt_min: Duration,
@@ -99,16 +157,23 @@ impl Limited {
     /// Returns the limit in bytes of UDP payload per second, if the limit and not the path sets the
     /// rate.
     fn in_force(&self, metrics: &ControllerMetrics) -> Option<u64> {
-        let limit = self.payload_rate(self.limit.get()?);
+        let limit = self.payload_rate(self.share_bps(metrics)?);
         let road = metrics.bandwidth_estimate? / 8;
         (road as f64 >= limit as f64 * LIMIT_REACHED).then_some(limit)
+    }
+
+    /// Returns this path's part of the limit, in bits per second.
+    fn share_bps(&self, metrics: &ControllerMetrics) -> Option<u64> {
+        self.share.of_limit(could_carry(metrics))
     }
 
     /// Records an acknowledgement, and returns whether the limit held the rate down: such a rate
     /// says as little about the path as one held down by the application.
     fn note_ack(&mut self, now: Instant, bytes: u64, rtt: Duration) -> bool {
         self.road.on_ack(now, bytes, rtt, self.rtt_min);
-        self.in_force(&self.inner.metrics()).is_some()
+        let metrics = self.inner.metrics();
+        self.share.set(could_carry(&metrics));
+        self.in_force(&metrics).is_some()
     }
 
     /// Returns the target rate, in bytes of UDP payload per second.
@@ -116,7 +181,7 @@ impl Limited {
         let rate = metrics
             .pacing_rate
             .map(|rate| (rate as f64 * self.road.yielding()) as u64);
-        match self.limit.get() {
+        match self.share_bps(metrics) {
             Some(limit) => {
                 let limit = self.payload_rate(limit);
                 Some(rate.map_or(limit, |rate| rate.min(limit)))
@@ -225,7 +290,7 @@ impl Controller for Limited {
         Box::new(Self {
             inner: self.inner.clone_box(),
             road: self.road.clone(),
-            limit: self.limit.clone(),
+            share: self.share.clone(),
             header_bytes: self.header_bytes,
             mtu: self.mtu,
             rtt_min: self.rtt_min,
@@ -261,6 +326,32 @@ mod tests {
         assert_eq!(rate, 1_000_000 * 1452 / 1480);
         limit.set(None);
         assert!(controller.metrics().pacing_rate.unwrap() > 1_000_000);
+    }
+
+    #[test]
+    fn paths_divide_a_limit_by_their_rates_and_a_path_that_is_gone_gives_its_part_back() {
+        let limit = RateLimit::new(Some(30_000_000));
+        let [fast, slow] = [40_000_000, 20_000_000].map(|rate| {
+            let share = Share::new(limit.clone());
+            assert_eq!(
+                share.of_limit(rate),
+                Some(30_000_000),
+                "no other path is known"
+            );
+            (share, rate)
+        });
+        for (share, rate) in [&fast, &slow] {
+            share.set(*rate);
+        }
+        assert_eq!(fast.0.of_limit(fast.1), Some(20_000_000));
+        assert_eq!(slow.0.of_limit(slow.1), Some(10_000_000));
+        // A path may have more than it could carry, so that its estimate can grow.
+        limit.set(Some(120_000_000));
+        assert_eq!(slow.0.of_limit(slow.1), Some(40_000_000));
+        drop(fast);
+        assert_eq!(slow.0.of_limit(slow.1), Some(120_000_000));
+        limit.set(None);
+        assert_eq!(slow.0.of_limit(slow.1), None);
     }
 
     /// A controller with a known path that records its calls.
@@ -317,7 +408,7 @@ mod tests {
         let limited = Limited {
             inner: Box::new(known.clone()),
             road: Road::new(Instant::now()),
-            limit: RateLimit::new(Some(limit_bps)),
+            share: Arc::new(Share::new(RateLimit::new(Some(limit_bps)))),
             header_bytes: 28,
             mtu: 1452,
             rtt_min: Duration::from_millis(80),

@@ -11,6 +11,7 @@ mod memory;
 mod network;
 mod predict;
 mod redundancy;
+mod streams;
 
 use std::process::ExitCode;
 
@@ -120,6 +121,7 @@ pub const BENCHES: &[Bench] = &[
     redundancy::BENCH,
     memory::back::BENCH,
     memory::strategies::BENCH,
+    streams::BENCH,
 ];
 
 /// Prints the benches, or only their names.

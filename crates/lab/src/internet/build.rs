@@ -33,6 +33,7 @@ pub(super) struct UplinkEnd {
 impl UplinkEnd {
     pub(super) fn end<'a>(&'a self, name: &'a str, namespace: &'a Namespace) -> End<'a> {
         End {
+            link: 1,
             name,
             number: self.number,
             address: &self.address,
@@ -300,8 +301,8 @@ impl Builder<'_> {
             // that the interface is up.
             let [own, other] = [number, INTERNET_NUMBER].map(uplink_v6);
             let [own_mac, other_mac] = [
-                link::hardware_address(number, INTERNET_NUMBER),
-                link::hardware_address(INTERNET_NUMBER, number),
+                link::hardware_address(1, number, INTERNET_NUMBER),
+                link::hardware_address(1, INTERNET_NUMBER, number),
             ];
             outermost.configure(&format!(
                 "addr add {own} peer {other} dev {out} nodad\n\

@@ -29,8 +29,11 @@ const INTERFACE_QUEUE_FRAMES: u32 = 10_000;
 /// A host's end of a link.
 #[derive(Debug, Clone, Copy)]
 pub struct End<'a> {
-    /// The host's name; the other host's interface to it is named `to-NAME`.
+    /// The host's name; the other host's interface to it is named `to-NAME`, that of a second link
+    /// `to-NAME2`.
     pub name: &'a str,
+    /// Which of the links between the same hosts it is, from 1.
+    pub link: u8,
     /// The host's number, from 1; its hardware addresses are derived from it.
     pub number: u8,
     /// The host's address.
@@ -66,13 +69,14 @@ impl Link {
         lab: &Claim,
     ) -> Result<Self, LabError> {
         let [first, second] = ends;
-        let socket = lab
-            .folder()
-            .join(format!("link-{}-{}.sock", first.name, second.name));
+        let socket = lab.folder().join(match second.link {
+            1 => format!("link-{}-{}.sock", first.name, second.name),
+            link => format!("link{link}-{}-{}.sock", first.name, second.name),
+        });
         let config = EmulatorConfig {
             ends: [(first, second), (second, first)].map(|(end, peer)| EndConfig {
                 namespace: end.namespace.name().to_owned(),
-                interface: interface(peer.name),
+                interface: interface_of(peer),
             }),
             spec,
             seed,
@@ -193,6 +197,14 @@ pub fn interface(peer: &str) -> String {
     format!("to-{peer}")
 }
 
+/// Returns the name of the interface towards the end of a link.
+fn interface_of(peer: End<'_>) -> String {
+    match peer.link {
+        1 => interface(peer.name),
+        link => format!("{}{link}", interface(peer.name)),
+    }
+}
+
 fn start_emulator(
     config: &EmulatorConfig,
     lab: &str,
@@ -228,19 +240,20 @@ fn start_emulator(
 }
 
 fn configure(end: End<'_>, peer: End<'_>) -> Result<(), LabError> {
-    let device = interface(peer.name);
+    let device = interface_of(peer);
     end.namespace.configure(&format!(
         "link set dev {device} address {own_mac} txqueuelen {INTERFACE_QUEUE_FRAMES} up\n\
          addr add {own}/32 dev {device} peer {other}/32\n\
          neigh replace {other} dev {device} lladdr {peer_mac} nud permanent\n",
-        own_mac = hardware_address(end.number, peer.number),
-        peer_mac = hardware_address(peer.number, end.number),
+        own_mac = hardware_address(end.link, end.number, peer.number),
+        peer_mac = hardware_address(end.link, peer.number, end.number),
         own = end.address,
         other = peer.address,
     ))
 }
 
-/// Returns the hardware address of one host's interface towards another, both counted from 1.
-pub(crate) fn hardware_address(own: u8, peer: u8) -> String {
-    format!("02:4c:48:00:{own:02x}:{peer:02x}")
+/// Returns the hardware address of one host's interface towards another, all counted from 1.
+pub(crate) fn hardware_address(link: u8, own: u8, peer: u8) -> String {
+    let link = link.saturating_sub(1);
+    format!("02:4c:48:{link:02x}:{own:02x}:{peer:02x}")
 }

@@ -10,6 +10,7 @@
 pub(crate) mod monitor;
 
 use longhaul_api::GuestState;
+use longhaul_lab::agent::both_links;
 use longhaul_lab::arena::{Arena, Workload};
 use longhaul_lab::guest::{CHANNEL_NAME, Chipset, KernelFiles, Tiny};
 use longhaul_lab::installed;
@@ -76,6 +77,30 @@ impl Stage {
                 product,
                 lab,
                 _turn: None,
+            }
+        })
+    }
+
+    /// Creates it with two links between the hosts, which the agents use both.
+    pub(crate) fn over_two_links(
+        purpose: &str,
+        qemus: [&str; 2],
+        links: [&str; 2],
+    ) -> Option<Self> {
+        are_installed(purpose, qemus).then(|| {
+            let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut lab = hosts(purpose, links[0]);
+            lab.add_second_link((0, 1), links[1].parse().unwrap(), 2)
+                .unwrap();
+            let files = KernelFiles::make(lab.host(0).unwrap().folder()).unwrap();
+            let tables = [0, 1].map(|index| both_links(lab.hosts(), index));
+            let settings = settings(&qemus);
+            let table = |index: usize| tables[index].clone();
+            let product = Product::start_each_with(&mut lab, &files, &settings, table).unwrap();
+            Self {
+                product,
+                lab,
+                _turn: Some(turn),
             }
         })
     }
@@ -197,20 +222,27 @@ pub(crate) fn boot(arena: &Arena, start: impl Fn(), end: impl Fn()) {
     panic!("a guest did not boot, {BOOTS} times");
 }
 
-fn laboratory(purpose: &str, qemus: &[&str], link: &str, more: &toml::Table) -> (Lab, Product) {
+fn hosts(purpose: &str, link: &str) -> Lab {
     let plan = Plan {
         purpose: format!("test: {purpose}"),
         hosts: 2,
         link: link.parse().unwrap(),
         seed: 1,
     };
-    let mut lab = Lab::create(&plan).unwrap();
-    let files = KernelFiles::make(lab.host(0).unwrap().folder()).unwrap();
-    let settings = Settings {
+    Lab::create(&plan).unwrap()
+}
+
+fn settings(qemus: &[&str]) -> Settings {
+    Settings {
         qemus: qemus.iter().map(|version| (*version).to_owned()).collect(),
         accelerator: "auto".to_owned(),
-    };
-    let product = Product::start_with(&mut lab, &files, &settings, more).unwrap();
+    }
+}
+
+fn laboratory(purpose: &str, qemus: &[&str], link: &str, more: &toml::Table) -> (Lab, Product) {
+    let mut lab = hosts(purpose, link);
+    let files = KernelFiles::make(lab.host(0).unwrap().folder()).unwrap();
+    let product = Product::start_with(&mut lab, &files, &settings(qemus), more).unwrap();
     (lab, product)
 }
 

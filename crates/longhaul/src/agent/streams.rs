@@ -112,6 +112,7 @@ mod tests {
                 guest_bytes: None,
                 limit_bps: None,
                 interrupted_ms: None,
+                paths: Vec::new(),
             },
             dirty_rate_bytes_per_s: None,
             predicted_downtime_ms: None,

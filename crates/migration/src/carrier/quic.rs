@@ -2,7 +2,7 @@
 
 use crate::carrier::{CarrierError, CarrierStats, Carrying, FrameSink, FrameSource, Room};
 use bytes::Bytes;
-use longhaul_transport::{BulkError, BulkPermit, BulkReceiver, BulkSender};
+use longhaul_transport::{BulkError, BulkPermit, BulkReceiver, BulkSender, PathTraffic};
 
 impl From<BulkError> for CarrierError {
     fn from(error: BulkError) -> Self {
@@ -49,6 +49,10 @@ impl FrameSink for BulkSender {
             sent_bytes: stats.wire_bytes_sent,
             received_bytes: stats.wire_bytes_received,
         }
+    }
+
+    fn traffic(&self) -> Vec<PathTraffic> {
+        self.traffic()
     }
 }
 

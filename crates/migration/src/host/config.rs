@@ -4,6 +4,7 @@ use crate::host::content_index::ContentConfig;
 use crate::host::hooks::Hooks;
 use crate::host::memory_cache::KeptMemoryConfig;
 use crate::host::names::is_name;
+use crate::host::paths::paths_of;
 use crate::host::peer_limits::{HostTable, Limits, LimitsTable};
 use crate::host::start_error::StartError;
 use longhaul_api::Encoding;
@@ -13,6 +14,7 @@ use longhaul_hypervisor::config::{
 };
 use longhaul_image::store::{Place, PlaceError};
 use longhaul_protocol::units::parse_bit_rate;
+use longhaul_transport::PathTo;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -45,6 +47,8 @@ pub struct Config {
     pub repository: Place,
     /// The addresses at which commands reach the agent.
     pub api: ApiConfig,
+    /// The network paths that are used at once, by a trusted host's name or fingerprint.
+    pub(crate) paths: Vec<(String, Vec<PathTo>)>,
     /// Limits on other hosts' use of this host.
     pub(crate) limits: Limits,
     /// Limit on the bandwidth of all migrations from this host together, in bits per second.
@@ -195,6 +199,17 @@ fn addresses(addresses: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, String> {
     }
 }
 
+/// Returns the network paths to each host that has some.
+fn paths(
+    hosts: &BTreeMap<String, HostTable>,
+    listen: SocketAddr,
+) -> Result<Vec<(String, Vec<PathTo>)>, String> {
+    let tables = hosts.iter().filter(|(_, table)| !table.paths.is_empty());
+    tables
+        .map(|(name, table)| Ok((name.clone(), paths_of(name, &table.paths, listen)?)))
+        .collect()
+}
+
 /// Returns the image repository. Default: a folder in the state folder.
 fn repository(text: Option<&str>, state: &Path) -> Result<Place, String> {
     let Some(text) = text else {
@@ -250,6 +265,7 @@ impl Config {
             port_mapping: document.port_mapping,
             repository: repository(document.repository.as_deref(), &document.state)?,
             api: document.api,
+            paths: paths(&document.hosts, document.listen)?,
             limits: Limits::new(&document.limits, &document.hosts)?,
             bandwidth_bps: document.bandwidth.as_deref().map(bandwidth).transpose()?,
             encoding: document.encoding,

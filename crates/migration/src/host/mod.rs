@@ -19,6 +19,7 @@ pub(crate) mod memory_cache;
 pub(crate) mod memory_notes;
 pub mod names;
 pub(crate) mod notes;
+pub(crate) mod paths;
 pub(crate) mod peer_limits;
 pub(crate) mod qemu;
 pub(crate) mod retained_qemus;

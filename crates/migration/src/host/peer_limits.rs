@@ -1,6 +1,7 @@
 //! Limits on each trusted host's use of this host, from the configuration.
 
 use crate::host::names::is_name;
+use crate::host::paths::PathTable;
 use longhaul_protocol::HostId;
 use longhaul_protocol::units::{parse_bytes, parse_duration};
 use serde::{Deserialize, Deserializer, de};
@@ -86,6 +87,8 @@ pub(crate) struct LimitsTable {
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct HostTable {
     limits: LimitsTable,
+    /// The network paths that are used at once.
+    pub(crate) paths: Vec<PathTable>,
 }
 
 /// The limits of all hosts.

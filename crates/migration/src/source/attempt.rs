@@ -50,7 +50,8 @@ use longhaul_hypervisor::memory::Event;
 use longhaul_protocol::Epoch;
 use longhaul_protocol::disk::Remaining;
 use longhaul_protocol::message::{AttemptState, Offer, Summary, ToDestination, ToSource, Used};
-use longhaul_transport::{LinkGauge, LinkRate};
+use longhaul_transport::{LinkGauge, LinkRate, PathTo};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -115,6 +116,8 @@ pub(crate) struct SourceAttempt {
     began: Instant,
     shown_at: Instant,
     wire_bytes: (u64, u64),
+    /// Bytes that earlier carriers sent over each network path.
+    path_bytes: BTreeMap<PathTo, u64>,
     stopped: Option<StoppedAt>,
     announced: Option<(Epoch, u64)>,
     /// Whether what the guest uses next has been looked for.
@@ -209,6 +212,7 @@ impl SourceAttempt {
             began: now,
             shown_at: now,
             wire_bytes: (0, 0),
+            path_bytes: BTreeMap::new(),
             stopped: None,
             announced: None,
             expects: false,

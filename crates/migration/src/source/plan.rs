@@ -20,6 +20,7 @@ use crate::source::sample;
 use crate::source::sender::Encoding;
 use crate::status::failure;
 use crate::status::guest_rate::{RateMeter, shown as shown_rate};
+use crate::status::paths::path_use;
 use crate::status::registry::Taken;
 use longhaul_api::{
     ApiError, Asked, Check, DiskChoice, ErrorCode, Follows, GuestRate, Plan, PlanRequest,
@@ -601,6 +602,8 @@ async fn measure_link(context: &Arc<Context>, plan: &mut Plan) -> Option<LinkRat
 /// Returns a measurement of a link as the API shows it.
 pub(crate) fn probe_result(host: &str, report: &ProbeReport) -> ProbeResult {
     let ms = |time: Duration| Some(time.as_secs_f64() * 1e3);
+    let several = report.paths.iter().filter(|_| report.paths.len() > 1);
+    let paths = several.map(|of| path_use(of.path, of.sent_bytes, of.is_up));
     ProbeResult {
         host: host.to_owned(),
         version: None,
@@ -609,6 +612,8 @@ pub(crate) fn probe_result(host: &str, report: &ProbeReport) -> ProbeResult {
         rate_bps: Some(report.throughput_bps),
         rate_late_bps: Some(report.throughput_late_bps),
         wire_rate_bps: Some(report.wire_bps),
+        per_second_bps: report.per_second_bps.clone(),
+        paths: paths.collect(),
         loss: Some(report.loss),
         seen_as: report.reflexive.map(|seen| seen.address.to_string()),
         local_address: report

@@ -11,6 +11,7 @@ pub(crate) mod held;
 pub(crate) mod hooks;
 pub(crate) mod in_doubt;
 pub(crate) mod migration;
+pub(crate) mod paths;
 pub(crate) mod predictions;
 pub(crate) mod registry;
 pub(crate) mod time;

@@ -8,6 +8,7 @@ use super::{
 };
 use crate::error::{BulkError, ChannelError, CloseCode, LinkError};
 use crate::framing::{MessageReader, MessageWriter};
+use crate::paths::PathTraffic;
 use crate::quic::{Link, RecvStream, SendStream, VarInt};
 use bytes::Bytes;
 use longhaul_protocol::limits::FRAME_BYTES_MAX;
@@ -122,6 +123,12 @@ impl BulkReceiver {
     /// Returns the bytes of UDP payload received on this connection so far, duplicates included.
     pub fn bytes_received(&self) -> u64 {
         self.link.connection.stats().udp_rx.bytes
+    }
+
+    /// Returns what each network path of the connection has carried. A path is named by the
+    /// sender's address.
+    pub fn traffic(&self) -> Vec<PathTraffic> {
+        self.link.traffic()
     }
 
     /// Returns the smoothed round-trip time.

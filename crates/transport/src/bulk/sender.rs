@@ -10,11 +10,13 @@ use super::{
     ACKNOWLEDGEMENT_BYTES_MAX, BULK_STREAMS_MAX, BulkBinding, BulkConfig, BulkOpening, BulkPurpose,
     BulkToken, StreamHeader, StreamKind,
 };
-use crate::endpoint::{Dial, EndpointInner};
+use crate::endpoint::{Candidates, Dial, EndpointInner, canonical};
 use crate::error::{BulkError, CloseCode, ConnectError, LinkError};
 use crate::framing::{MessageReader, PREFIX_BYTES};
-use crate::quic::{Link, PathId, SendStream};
-use crate::rate::{RateLimit, header_bytes};
+use crate::keeper::Spread;
+use crate::paths::PathTraffic;
+use crate::quic::{Link, PathStats, SendStream, header_bytes};
+use crate::rate::RateLimit;
 use crate::tls::ALPN_BULK;
 use crate::trust::TrustedHost;
 use bytes::Bytes;
@@ -36,6 +38,8 @@ const SEND_WINDOW_BYTES_MAX: u64 = 64 << 20;
 /// The number of frames that wait to be written, each on a stream of its own: more than one, so
 /// that a stream blocked by a loss does not delay the others.
 const FRAMES_IN_HAND: u32 = 3;
+/// How many times as many streams there are over several network paths.
+const STREAMS_TIMES: u8 = 4;
 const ADJUST_EVERY: Duration = Duration::from_millis(10);
 const RATE_OVER: Duration = Duration::from_millis(500);
 const ACKNOWLEDGEMENTS_WAITING: usize = 64;
@@ -73,10 +77,12 @@ struct Recent {
 /// Statistics of a bulk connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BulkStats {
-    /// The smoothed round-trip time.
+    /// The smoothed round-trip time; of several paths, the longest.
     pub rtt: Duration,
-    /// Congestion window, in bytes.
+    /// Congestion window of all paths together, in bytes.
     pub congestion_window_bytes: u64,
+    /// Congestion windows per round trip of all paths together, in bits per second.
+    pub window_rate_bps: u64,
     /// Bytes sent, with IP and UDP headers and lost packets.
     pub wire_bytes_sent: u64,
     /// Bytes received, with IP and UDP headers.
@@ -90,12 +96,11 @@ pub struct BulkStats {
 }
 
 impl BulkStats {
-    /// Returns the capacity of the path, in bits per second, as the congestion controller estimates
-    /// it: its window is then twice the data in flight (BBR). `None` where there is no window, for
-    /// example when the path is gone.
+    /// Returns the capacity of all paths, in bits per second, as the congestion controllers
+    /// estimate it: their windows are then twice the data in flight (BBR). `None` where there is no
+    /// window, for example when the only path is gone.
     pub fn path_rate_bps(&self) -> Option<f64> {
-        let window_bits = self.congestion_window_bytes as f64 * 8.0;
-        let rate = window_bits / 2.0 / self.rtt.as_secs_f64().max(1e-3);
+        let rate = self.window_rate_bps as f64 / 2.0;
         (rate > 0.0).then_some(rate)
     }
 }
@@ -120,14 +125,23 @@ pub(crate) async fn connect(
         name: host.name.clone(),
         alpn: ALPN_BULK,
         limit: RateLimit::new(config.bandwidth_bps),
+        paths: endpoint.paths_to(host),
     };
     let opening = BulkOpening {
         purpose: BulkPurpose::Migration,
-        streams: config.streams.clamp(1, BULK_STREAMS_MAX),
+        streams: streams_over(config.streams, &dial),
         token: token.clone(),
         binding,
     };
-    let link = endpoint.dial(&dial, address).await?;
+    let link = match dial.paths.is_empty() {
+        true => endpoint.dial(&dial, address).await?,
+        false => {
+            // The path of the control connection may have been lost a moment ago.
+            let addresses = dial.addresses(&[canonical(address).to_string()]);
+            let candidates = Candidates::configured(&addresses);
+            endpoint.dial_any(&dial, candidates).await?.0
+        }
+    };
     open(endpoint, &dial, link, &opening).await
 }
 
@@ -148,7 +162,19 @@ pub(crate) async fn open(
     });
     let streams = streams.map_err(|error| dial.error(error))?;
     let limit = dial.limit.clone();
+    endpoint.open_paths(&link, dial, Spread::All);
     Ok(BulkSender::start(link, opening.binding, streams, limit))
+}
+
+/// Returns the number of streams. Over several network paths there are more: what is lost with a
+/// path holds up all later frames of its stream until the path is given up.
+pub(crate) fn streams_over(streams: u8, dial: &Dial) -> u8 {
+    let times = if dial.paths.is_empty() {
+        1
+    } else {
+        STREAMS_TIMES
+    };
+    streams.saturating_mul(times).clamp(1, BULK_STREAMS_MAX)
 }
 
 async fn present(link: &Link, opening: &BulkOpening) -> Result<(), LinkError> {
@@ -288,6 +314,11 @@ impl BulkSender {
         self.0.core.stats()
     }
 
+    /// Returns what each network path of the connection has carried.
+    pub fn traffic(&self) -> Vec<PathTraffic> {
+        self.0.core.link.traffic()
+    }
+
     /// Sends all queued frames, ends all streams, and waits until the peer's transport has
     /// everything.
     pub async fn finish(&self) -> Result<(), BulkError> {
@@ -407,11 +438,12 @@ impl Core {
 
     fn stats(&self) -> BulkStats {
         let stats = self.link.connection.stats();
-        let path = self.link.connection.path_stats(PathId::ZERO);
+        let paths = self.link.path_stats();
         let recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
         BulkStats {
-            rtt: self.link.rtt(),
-            congestion_window_bytes: path.map_or(0, |path| path.cwnd),
+            rtt: longest(&paths),
+            congestion_window_bytes: paths.iter().map(|path| path.cwnd).sum(),
+            window_rate_bps: paths.iter().map(|path| window_rate_bps(path, 1000)).sum(),
             wire_bytes_sent: stats.udp_tx.bytes + stats.udp_tx.datagrams * self.header_bytes,
             wire_bytes_received: stats.udp_rx.bytes + stats.udp_rx.datagrams * self.header_bytes,
             packets_sent: stats.sent_packets,
@@ -420,20 +452,27 @@ impl Core {
         }
     }
 
-    /// Adjusts the library's send window to the path's capacity and a little more.
+    /// Adjusts the library's send window to the capacity of all paths and a little more.
     fn adjust(&self) {
-        let Some(path) = self.link.connection.path_stats(PathId::ZERO) else {
+        let paths = self.link.path_stats();
+        if paths.is_empty() {
             return;
-        };
-        let rtt_us = (path.rtt.as_micros() as u64).max(100);
-        let window_rate = path.cwnd.saturating_mul(1_000_000) / rtt_us;
+        }
+        let rtt_us = (longest(&paths).as_micros() as u64).max(100);
+        let cwnd = paths.iter().map(|path| path.cwnd).sum::<u64>();
+        let window_rate = paths
+            .iter()
+            .map(|path| window_rate_bps(path, 100) / 8)
+            .sum();
         let (rate, flight) = match self.limit.get() {
             Some(limit_bps) => {
-                let rate = window_rate.min(limit_bps / 8);
-                (rate, path.cwnd.min(rate.saturating_mul(rtt_us) / 1_000_000))
+                let rate = u64::min(window_rate, limit_bps / 8);
+                (rate, cwnd.min(rate.saturating_mul(rtt_us) / 1_000_000))
             }
-            None => (window_rate, path.cwnd),
+            None => (window_rate, cwnd),
         };
+        // What was lost with a path counts as under way until the library gives it up too.
+        let flight = flight + self.link.draining_bytes();
         let queue = (rate.saturating_mul(QUEUE_MS) / 1000).max(QUEUE_BYTES_MIN);
         let window = (flight + queue).min(SEND_WINDOW_BYTES_MAX);
         self.link.connection.set_send_window(window);
@@ -457,6 +496,17 @@ impl Core {
             }
         }
     }
+}
+
+/// Returns the longest of the round-trip times.
+fn longest(paths: &[PathStats]) -> Duration {
+    paths.iter().map(|path| path.rtt).max().unwrap_or_default()
+}
+
+/// Returns the congestion window per round trip of at least `rtt_us_min`, in bits per second.
+fn window_rate_bps(path: &PathStats, rtt_us_min: u64) -> u64 {
+    let rtt_us = (path.rtt.as_micros() as u64).max(rtt_us_min);
+    path.cwnd.saturating_mul(8_000_000) / rtt_us
 }
 
 async fn adjust_window(core: Arc<Core>) {

@@ -7,8 +7,10 @@ use super::candidates::{Candidate, Candidates, Queue, Source, canonical};
 use super::{CONTROL_WINDOW_BYTES, EndpointInner, common_transport};
 use crate::control::CHANNELS_MAX;
 use crate::error::{ConnectError, LinkError};
-use crate::quic::{self, Link, QuicClientConfig, TransportConfig, VarInt};
-use crate::rate::{LimitedFactory, RateLimit, header_bytes};
+use crate::keeper::CONCURRENT_PATHS_MAX;
+use crate::paths::PathTo;
+use crate::quic::{self, Link, QuicClientConfig, TransportConfig, VarInt, header_bytes};
+use crate::rate::{LimitedFactory, RateLimit};
 use crate::tls::{self, ALPN_BULK, ALPN_CONTROL, ExpectedServer, SERVER_NAME};
 use crate::trust::TRUSTED_HOSTS_MAX;
 use futures_util::StreamExt;
@@ -32,9 +34,17 @@ pub(crate) struct Dial {
     pub(crate) name: String,
     pub(crate) alpn: &'static [u8],
     pub(crate) limit: RateLimit,
+    /// The network paths that are used at once; none for one path at a time.
+    pub(crate) paths: Vec<PathTo>,
 }
 
 impl Dial {
+    /// Returns these addresses and those of the paths.
+    pub(crate) fn addresses(&self, others: &[String]) -> Vec<String> {
+        let paths = self.paths.iter().map(|path| canonical(path.to).to_string());
+        others.iter().cloned().chain(paths).collect()
+    }
+
     pub(crate) fn error(&self, error: LinkError) -> ConnectError {
         let name = self.name.clone();
         match error {
@@ -145,6 +155,9 @@ impl EndpointInner {
                 limit: dial.limit.clone(),
                 header_bytes: header_bytes(address),
             }));
+        if !dial.paths.is_empty() {
+            transport.max_concurrent_multipath_paths(CONCURRENT_PATHS_MAX);
+        }
         Ok(transport)
     }
 

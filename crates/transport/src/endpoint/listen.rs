@@ -13,6 +13,7 @@ use super::{CONTROL_WINDOW_BYTES, EndpointInner, receive_hello, send_hello};
 use crate::bulk::{BulkPurpose, BulkReceiver, read_opening};
 use crate::control::{CHANNELS_MAX, Control};
 use crate::error::{CloseCode, LinkError};
+use crate::keeper;
 use crate::quic::{ConnectionError, HandshakeData, Incoming, Link, SendStream, VarInt};
 use crate::tls::ALPN_BULK;
 use crate::trust::{Permission, Scope, TrustedHost};
@@ -79,6 +80,7 @@ async fn receive(
         Err(_) => return debug!(%address, "handshake timed out"),
     };
     let link = Link::new(connection, address);
+    keeper::watch(&link, bulk);
     let opening = async {
         let host = admit(&endpoint, &link)?;
         if bulk {

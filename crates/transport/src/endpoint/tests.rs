@@ -60,6 +60,7 @@ async fn dial(bad: &Host, good: &Host, alpn: &'static [u8]) -> Link {
         name: "good".to_owned(),
         alpn,
         limit: RateLimit::default(),
+        paths: Vec::new(),
     };
     let address = good.endpoint.local_address().unwrap();
     bad.endpoint.inner.dial(&dial, address).await.unwrap()

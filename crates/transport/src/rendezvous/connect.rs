@@ -78,6 +78,7 @@ impl EndpointInner {
             name: name_of(id),
             alpn: ALPN_RENDEZVOUS,
             limit: RateLimit::default(),
+            paths: Vec::new(),
         };
         let candidates = Candidates::configured(addresses);
         let (link, _) = self.dial_any(&dial, candidates).await?;

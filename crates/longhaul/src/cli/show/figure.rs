@@ -1,6 +1,6 @@
 //! Formats figures with their units; an unmeasured one is a dash.
 
-use longhaul_api::{Judgement, Outcome, Phase, PredictedRange, Strategy};
+use longhaul_api::{Judgement, Outcome, PathUse, Phase, PredictedRange, Strategy};
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
 use std::time::Duration;
 
@@ -10,6 +10,18 @@ pub(crate) const UNKNOWN: &str = "-";
 /// Formats a number of bytes.
 pub(crate) fn bytes(bytes: Option<u64>) -> String {
     bytes.map_or_else(|| UNKNOWN.to_owned(), show_bytes)
+}
+
+/// Formats what each network path has carried; nothing where there is only one.
+pub(crate) fn paths(paths: &[PathUse]) -> Vec<String> {
+    let one = |path: &PathUse| {
+        let from = path.from.as_ref();
+        let from = from.map_or(String::new(), |from| format!("from {from} "));
+        let state = if path.up { "" } else { ", lost" };
+        let bytes = show_bytes(path.sent_bytes);
+        format!("{bytes} {from}to {}{state}", path.to)
+    };
+    paths.iter().map(one).collect()
 }
 
 /// Formats a predicted range: its middle, and its ends.
@@ -203,6 +215,19 @@ pub(crate) fn outcome(outcome: Outcome) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_path_is_shown_with_its_bytes_and_whether_it_is_lost() {
+        let path = |from: Option<&str>, up| PathUse {
+            to: "192.0.2.7:7400".to_owned(),
+            from: from.map(str::to_owned),
+            sent_bytes: 3 << 20,
+            up,
+        };
+        let shown = paths(&[path(None, true), path(Some("10.0.0.2"), false)]);
+        assert_eq!(shown[0], "3 MiB to 192.0.2.7:7400");
+        assert_eq!(shown[1], "3 MiB from 10.0.0.2 to 192.0.2.7:7400, lost");
+    }
 
     #[test]
     fn figures_have_units_and_gaps_are_dashes() {

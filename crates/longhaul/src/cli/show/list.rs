@@ -334,6 +334,12 @@ pub(crate) fn probe(probe: &ProbeResult) -> Vec<Line> {
             figure::bit_rate(probe.wire_rate_bps)
         )));
     }
+    let paths = figure::paths(&probe.paths);
+    lines.extend(
+        paths
+            .into_iter()
+            .map(|path| Line::text(format!("  {path}"))),
+    );
     lines.push(Line::text(seen_as(probe)));
     lines
 }

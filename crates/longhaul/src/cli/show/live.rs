@@ -160,6 +160,10 @@ fn link(migration: &Migration, progress: &Progress) -> Line {
     if let Some(rtt_ms) = link.rtt_ms {
         text.push_str(&format!(" · RTT {}", figure::precise_ms(Some(rtt_ms))));
     }
+    if !link.paths.is_empty() {
+        let up = link.paths.iter().filter(|path| path.up).count();
+        text.push_str(&format!(" · {up} of {} paths", link.paths.len()));
+    }
     row("link").plain(text)
 }
 

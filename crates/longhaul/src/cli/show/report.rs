@@ -52,7 +52,7 @@ pub(crate) fn report(report: &Report, width: usize) -> Vec<Line> {
             figure::bytes(report.link_bytes),
             figure::range(ranges.and_then(|it| it.link_bytes), show_bytes),
             judged.and_then(|it| it.link_bytes),
-            data(&report.bytes),
+            [data(&report.bytes), figure::paths(&report.paths)].concat(),
         ),
         (
             "time",

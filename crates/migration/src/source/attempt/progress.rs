@@ -9,14 +9,17 @@ use crate::source::local_disks::LocalDisk;
 use crate::source::recovered::RecoveredSource;
 use crate::status::failure;
 use crate::status::guest_rate::shown;
+use crate::status::paths::path_use;
 use crate::status::usage::used_there;
 use longhaul_api::ApiError;
-use longhaul_api::{Outcome, RegionProgress};
+use longhaul_api::{Outcome, PathUse, RegionProgress};
 use longhaul_engine::handover::SourceState;
 use longhaul_engine::source::Downtime;
 use longhaul_engine::stop::StopReason;
 use longhaul_protocol::message::{GuestClock, Rate, Summary};
 use longhaul_protocol::{BLOCK_SIZE, RegionKind};
+use longhaul_transport::PathTo;
+use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -27,7 +30,33 @@ impl SourceAttempt {
             let stats = line.carrier.stats();
             self.wire_bytes.0 += stats.sent_bytes;
             self.wire_bytes.1 += stats.received_bytes;
+            for of in line.carrier.traffic() {
+                *self.path_bytes.entry(of.path).or_default() += of.sent_bytes;
+            }
         }
+    }
+
+    /// Returns what each network path has carried; nothing if there was only one.
+    fn paths_now(&self) -> Vec<PathUse> {
+        let session = self.session.as_ref();
+        let line = session.and_then(|session| session.line.as_ref());
+        let mut paths: BTreeMap<PathTo, (u64, bool)> = self
+            .path_bytes
+            .iter()
+            .map(|(path, bytes)| (*path, (*bytes, false)))
+            .collect();
+        for of in line.map_or(Vec::new(), |line| line.carrier.traffic()) {
+            let (bytes, up) = paths.entry(of.path).or_default();
+            *bytes += of.sent_bytes;
+            *up |= of.is_up;
+        }
+        if paths.len() < 2 {
+            return Vec::new();
+        }
+        let paths = paths.into_iter();
+        paths
+            .map(|(path, (bytes, up))| path_use(path, bytes, up))
+            .collect()
     }
 
     pub(super) fn wire_bytes_now(&self) -> (u64, u64) {
@@ -87,6 +116,7 @@ impl SourceAttempt {
             .map(|line| line.carrier.stats());
         let (sent_bytes, _) = self.wire_bytes_now();
         let blocks = sent.blocks();
+        let paths = self.paths_now();
         let awaits_bases = self.is_launching() && self.awaits_bases();
         let lost_for = self.task.handover.lost_for();
         let lost_ms = lost_for.map(|time| time.as_millis() as u64);
@@ -98,6 +128,7 @@ impl SourceAttempt {
             progress.link.sent_bytes = sent_bytes;
             progress.link.guest_bytes = Some(blocks * BLOCK_SIZE as u64);
             progress.link.interrupted_ms = lost_ms;
+            progress.link.paths = paths;
             progress.dirty_rate_bytes_per_s =
                 dirty.map(|blocks| (blocks * BLOCK_SIZE as f64) as u64);
             progress.predicted_downtime_ms = convergence::known_ms(predicted);
@@ -148,6 +179,7 @@ impl SourceAttempt {
             self.note_rate();
         }
         let (sent_bytes, received_bytes) = self.wire_bytes_now();
+        let paths = self.paths_now();
         self.hear_last_messages().await;
         let usage = self.task.outbound.usage();
         let engine = self.task.sending.engine();
@@ -168,6 +200,7 @@ impl SourceAttempt {
         self.entry().report_with(|report| {
             report.link_bytes = Some(sent_bytes);
             report.link_bytes_back = Some(received_bytes);
+            report.paths = paths;
             report.memory_bytes = Some(sent.frame_bytes.saturating_sub(encoded.disk_bytes));
             report.disk_bytes = (!disks.is_empty()).then_some(encoded.disk_bytes);
             let on_bases = disks.iter().any(|disk| disk.base.is_some());

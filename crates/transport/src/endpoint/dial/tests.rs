@@ -249,6 +249,7 @@ async fn a_loser_after_its_handshake_leaves_no_connection_either() {
         name: "there".to_owned(),
         alpn: ALPN_CONTROL,
         limit: RateLimit::default(),
+        paths: Vec::new(),
     };
     let loser = here
         .endpoint
