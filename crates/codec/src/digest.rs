@@ -208,8 +208,8 @@ impl Hasher {
     }
 }
 
-/// Returns the digest of consecutive blocks, from the bytes of their digests. It needs no key: those
-/// have one.
+/// Returns the digest of consecutive blocks, from the bytes of their digests. It needs no key:
+/// those have one.
 pub(crate) fn of_run(digests: &[u8]) -> Digest {
     cut(blake3::hash(digests).as_bytes())
 }
