@@ -32,6 +32,8 @@ impl Case {
         let mut at = Vec::new();
         for (number, is_block) in blocks.iter().enumerate() {
             let path = root.path().join(format!("device-{number}"));
+            // What is in it is on the bench.
+            fs::create_dir(&path).unwrap();
             let mut dice = Dice(number as u64);
             bench.add(&path, Disk::new(*is_block, 2000, &mut dice));
             at.push(path);
