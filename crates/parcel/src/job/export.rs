@@ -3,6 +3,7 @@
 use super::document::{KnownDisk, KnownGuest, Next};
 use super::error::{JobError, io_at};
 use super::moment::{self, Moment};
+use super::rests::Rests;
 use super::setup::record_of;
 use super::{Job, Step};
 use crate::record::{CHUNK_BYTES, Chunk, Record, RecordError, Version, VersionDisk};
@@ -51,6 +52,11 @@ impl Content<'_> {
             Self::Disk(_) => false,
             Self::Moment(checkpoint) => !checkpoint.has_changed(bytes),
         }
+    }
+
+    /// Returns whether a guest may be writing, which is to go on as before.
+    fn is_in_use(&self) -> bool {
+        matches!(self, Self::Moment(_))
     }
 
     /// Says that these bytes will be read soon.
@@ -430,9 +436,13 @@ impl Reading<'_> {
     /// receives them.
     fn send_all(mut self, chunks: Range<u64>, batches: &SyncSender<io::Result<Batch>>) {
         let mut chunk = chunks.start;
+        let mut rests = Rests::begin();
         while chunk < chunks.end {
             let end = (chunk + BATCH).min(chunks.end);
             let batch = self.batch(chunk..end);
+            if self.content.is_in_use() {
+                rests.take();
+            }
             let is_last = !matches!(&batch, Ok(Batch { copied: Ok(()), .. }));
             if batches.send(batch).is_err() || is_last {
                 return;
@@ -446,7 +456,12 @@ impl Reading<'_> {
         let next = self.bytes.min(end + BATCH * CHUNK_BYTES as u64);
         self.content.prefetch(&(end..next));
         let old = self.before.digests(chunks.clone())?;
-        let read = encode((&self.content, self.bytes), self.disk, chunks.start, &old);
+        let threads = match self.content.is_in_use() {
+            true => 1,
+            false => thread::available_parallelism().map_or(1, usize::from),
+        };
+        let content = (&self.content, self.bytes);
+        let read = encode(content, self.disk, (chunks.start, &old), threads);
         Ok(Batch {
             end: chunks.end,
             chunks: read.into_iter().zip(old).collect(),
@@ -467,13 +482,13 @@ fn digest_of_zeros() -> [u8; 32] {
     *DIGEST.get_or_init(|| Tree::of_chunk(&[0; CHUNK_BYTES]))
 }
 
-/// Reads and encodes chunks of a disk from this one on, at the same time; `old` has their digests
+/// Reads and encodes chunks of a disk from this one on, in so many threads; `old` has their digests
 /// in the version before.
 fn encode(
     (disk, bytes): (&Content<'_>, u64),
     (guest, number): (u32, u32),
-    first: u64,
-    old: &[Option<[u8; 32]>],
+    (first, old): (u64, &[Option<[u8; 32]>]),
+    threads: usize,
 ) -> Vec<Encoding> {
     let one = |(chunk, old): (u64, &Option<[u8; 32]>)| {
         let from = chunk * CHUNK_BYTES as u64;
@@ -499,7 +514,6 @@ fn encode(
         let (kind, rest) = record.encode().map_err(ReadOrRecord::Record)?;
         Ok(Read::Encoded(kind, rest, digest))
     };
-    let threads = thread::available_parallelism().map_or(1, usize::from);
     let each = old.len().div_ceil(threads).max(1);
     let one = &one;
     thread::scope(|scope| {
