@@ -43,7 +43,7 @@ const OPERATIONS: u64 = 300;
 const GOES_ON: Duration = Duration::from_secs(5);
 const ARENA_BYTES: u64 = 16 * MIB;
 const PAGES_PER_S: u64 = 50;
-const LIMIT: Duration = Duration::from_secs(300);
+const LIMIT: Duration = Duration::from_secs(150);
 const COMMAND_LIMIT: Duration = Duration::from_secs(120);
 const BOX: &str = "moves";
 
@@ -145,7 +145,7 @@ fn shape(workload: &str) -> (&'static [u64], u32) {
 fn work(workload: &str) -> Work {
     Work {
         operations: if workload == "idle" { OPERATIONS } else { 0 },
-        operations_per_s: if workload == "database" { 25 } else { 50 },
+        operations_per_s: if workload == "database" { 8 } else { 15 },
         paced_from: OPERATIONS,
         ..Work::default()
     }
