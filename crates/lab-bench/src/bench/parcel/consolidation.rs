@@ -96,7 +96,12 @@ pub(super) fn measure(
             }
             let mut none = None;
             for system in System::ALL {
-                if !options.wants_system(system.name()) {
+                let is_left_out = options.quick && system == System::Tracked;
+                let is_wanted = match options.system.is_empty() {
+                    true => !is_left_out,
+                    false => options.wants_system(system.name()),
+                };
+                if !is_wanted {
                     continue;
                 }
                 let mut row = one(options, ground, workload, (system, repeat))?;

@@ -27,6 +27,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 pub(super) const WORKLOADS: [&str; 3] = ["idle", "oltp", "database"];
+const QUICK_WORKLOAD: &str = "oltp";
 /// The ways of a guest.
 pub(super) const LINK: &str = "link";
 pub(super) const PARCEL: &str = "parcel";
@@ -112,7 +113,13 @@ pub(super) fn measure(
     ground: &mut Ground,
     document: &mut Document,
 ) -> Result<Vec<Row>, LabError> {
-    let wanted = WORKLOADS.iter().filter(|name| options.wants_workload(name));
+    let by_itself = |name: &str| !options.quick || name == QUICK_WORKLOAD;
+    let wanted = WORKLOADS
+        .iter()
+        .filter(|name| match options.workload.is_empty() {
+            true => by_itself(name),
+            false => options.wants_workload(name),
+        });
     let wanted: Vec<&str> = wanted.copied().collect();
     if !wanted.is_empty() {
         let measured = ground.lab.measure_link(ground.link)?;
@@ -122,9 +129,6 @@ pub(super) fn measure(
     for repeat in 1..=options.repeats_or(1) {
         for workload in &wanted {
             for way in WAYS {
-                if options.quick && *workload == WORKLOADS[0] && way != PARCEL {
-                    continue;
-                }
                 let row = one(options, ground, (workload, way), repeat)?;
                 document.add_row(&row, &row.show());
                 rows.push(row);

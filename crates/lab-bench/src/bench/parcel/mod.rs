@@ -42,14 +42,14 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
         )));
     }
     let mut ground = Ground::make(options, options.link_or(LINK)?, document)?;
-    let exports = match options.wants_workload(export::WORKLOAD) {
-        true => export::measure(options, &ground, document)?,
-        false => Vec::new(),
-    };
+    // What was measured is judged even if a later part cannot run.
+    if options.wants_workload(export::WORKLOAD) {
+        let exports = export::measure(options, &ground, document)?;
+        judge::judge_exports(&exports, document);
+    }
     let consolidations = consolidation::measure(options, &mut ground, document)?;
-    judge::judge_exports(&exports, document);
-    let moves = courier::measure(options, &mut ground, document)?;
     judge::judge_consolidations(&consolidations, document);
+    let moves = courier::measure(options, &mut ground, document)?;
     judge::judge_moves(&moves, document);
     Ok(())
 }
