@@ -85,7 +85,8 @@ pub const DIRECTION: [(&str, &[&str]); 28] = [
         "longhaul-lab",
         &["longhaul-protocol", "longhaul-api", "longhaul-history"],
     ),
-    // Only its codec benches call the codec and its baseline.
+    // Only its codec benches call the codec and its baseline, only exports of disks that nobody
+    // uses the parcel.
     (
         "longhaul-lab-bench",
         &[
@@ -93,6 +94,7 @@ pub const DIRECTION: [(&str, &[&str]); 28] = [
             "longhaul-api",
             "longhaul-codec",
             "longhaul-cloudnet",
+            "longhaul-parcel",
             "longhaul-history",
             "longhaul-lab",
         ],

@@ -5,6 +5,7 @@ mod document;
 mod error;
 mod export;
 mod moment;
+mod rests;
 mod setup;
 mod ship;
 mod status;
@@ -26,6 +27,7 @@ use error::io_at;
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
+use rests::Rests;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -217,8 +219,14 @@ impl Job {
         self.durable(&mut writer)?;
         self.export_all(&mut writer, now, progress)?;
         let disks = self.exported_disks()?;
-        let all = writer.rows();
-        let (parcel, position) = writer.seal(&mut |rows| progress(&Step::Seals { rows, all }))?;
+        let (all, is_in_use) = (writer.rows(), self.is_in_use()?);
+        let mut rests = Rests::begin();
+        let (parcel, position) = writer.seal(&mut |rows| {
+            progress(&Step::Seals { rows, all });
+            if is_in_use {
+                rests.take();
+            }
+        })?;
         self.document.position = Some(position);
         self.document.sealed = true;
         self.document.parcel = Some(parcel.id());
@@ -230,6 +238,16 @@ impl Job {
         });
         self.save()?;
         Ok(parcel)
+    }
+
+    /// Returns whether guests run whose writes are tracked.
+    fn is_in_use(&self) -> Result<bool, JobError> {
+        for guest in &self.document.guests {
+            if moment::exports(&*self.tracking, guest)?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Returns all disks as the version that is exported, or was, has them.

@@ -9,6 +9,7 @@ mod iperf3;
 mod link;
 mod memory;
 mod network;
+mod parcel;
 mod predict;
 mod redundancy;
 mod streams;
@@ -117,6 +118,7 @@ pub const BENCHES: &[Bench] = &[
     link::BENCH,
     memory::BENCH,
     network::BENCH,
+    parcel::BENCH,
     predict::BENCH,
     redundancy::BENCH,
     memory::back::BENCH,

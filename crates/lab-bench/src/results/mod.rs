@@ -9,6 +9,7 @@ mod codec;
 mod disks;
 mod moves;
 mod network;
+mod parcel;
 mod predict;
 mod redundancy;
 mod rows;
@@ -266,6 +267,7 @@ fn section(document: &Saved, documents: &[Saved]) -> Section {
         "handover" => moves::show_handover(&rows, &mut section),
         "link" => moves::show_link(&rows, &mut section),
         "network" => network::show(&rows, &mut section),
+        "parcel" => parcel::show(&rows, &mut section),
         "predict" => predict::show(&rows, &mut section),
         "strategies" => strategies::show(&rows, &document.name, &mut section),
         _ => {}

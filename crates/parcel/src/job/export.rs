@@ -3,6 +3,7 @@
 use super::document::{KnownDisk, KnownGuest, Next};
 use super::error::{JobError, io_at};
 use super::moment::{self, Moment};
+use super::rests::Rests;
 use super::setup::record_of;
 use super::{Job, Step};
 use crate::record::{CHUNK_BYTES, Chunk, Record, RecordError, Version, VersionDisk};
@@ -10,16 +11,22 @@ use crate::tree::{Before, Tree};
 use crate::writer::Writer;
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use longhaul_storage::front::tracking::{Checkpoint, CheckpointError};
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use std::cmp::Ordering;
 use std::fs;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::mpsc::{self, SyncSender};
 use std::thread;
 use std::time::Instant;
 
 /// Chunks that are read and compressed at the same time.
 const BATCH: u64 = 16;
+/// Batches that are read and compressed while earlier ones are written: as many as are read while
+/// devices make rows durable.
+const BATCHES_AHEAD: usize = 8;
 /// Moments that may be lost in one run. After that the guest is exported as it is.
 const MOMENTS: usize = 3;
 
@@ -44,6 +51,21 @@ impl Content<'_> {
         match self {
             Self::Disk(_) => false,
             Self::Moment(checkpoint) => !checkpoint.has_changed(bytes),
+        }
+    }
+
+    /// Returns whether a guest may be writing, which is to go on as before.
+    fn is_in_use(&self) -> bool {
+        matches!(self, Self::Moment(_))
+    }
+
+    /// Says that these bytes will be read soon.
+    fn prefetch(&self, bytes: &Range<u64>) {
+        if let Self::Disk(disk) = self {
+            let (from, length) = (bytes.start as i64, (bytes.end - bytes.start) as i64);
+            let advice = PosixFadviseAdvice::POSIX_FADV_WILLNEED;
+            // Without it they are read all the same.
+            let _ = posix_fadvise(disk.file(), from, length, advice);
         }
     }
 
@@ -234,7 +256,7 @@ impl Job {
         &mut self,
         writer: &mut Writer,
         (number, at): (usize, usize),
-        (known, mut content): (&KnownDisk, Content<'_>),
+        (known, content): (&KnownDisk, Content<'_>),
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<String, Failure> {
         let path = self.digests((number, at), self.document.version);
@@ -251,41 +273,51 @@ impl Job {
             Ordering::Greater => 0,
         };
         tree.cut(chunk).map_err(&fails_tree)?;
+        let reading = Reading {
+            content,
+            disk: (number as u32, at as u32),
+            bytes: all,
+            before,
+        };
         let mut saved = Instant::now();
-        while chunk < chunks {
-            let end = (chunk + BATCH).min(chunks);
-            let old = before.digests(chunk..end).map_err(&fails_tree)?;
-            let batch = encode((&content, all), (number as u32, at as u32), chunk, &old);
-            if let Err(error) = content.copied((end * CHUNK_BYTES as u64).min(all)) {
-                // What the parcel has of it is noted before it is exported again.
-                self.note((number, at, chunk), &tree, &path, writer)?;
-                return Err(Failure::Moment(error));
-            }
-            for (read, old) in batch.into_iter().zip(old) {
-                let digest = match read {
-                    Ok(Read::Unchanged(digest)) => digest,
-                    Ok(Read::Encoded(kind, rest, digest)) => {
-                        if old != Some(digest) {
-                            writer.put_encoded(kind, &rest)?;
+        thread::scope(|scope| {
+            let (sender, batches) = mpsc::sync_channel(BATCHES_AHEAD);
+            // If this function returns early, nobody receives, and the thread ends.
+            scope.spawn(move || reading.send_all(chunk..chunks, &sender));
+            for batch in batches {
+                let batch = batch.map_err(&fails_tree)?;
+                if let Err(error) = batch.copied {
+                    // What the parcel has of it is noted before it is exported again.
+                    self.note((number, at, chunk), &tree, &path, writer)?;
+                    return Err(Failure::Moment(error));
+                }
+                for (read, old) in batch.chunks {
+                    let digest = match read {
+                        Ok(Read::Unchanged(digest)) => digest,
+                        Ok(Read::Encoded(kind, rest, digest)) => {
+                            if old != Some(digest) {
+                                writer.put_encoded(kind, &rest)?;
+                            }
+                            digest
                         }
-                        digest
-                    }
-                    Err(ReadOrRecord::Read(error)) => return Err(fails(error).into()),
-                    Err(ReadOrRecord::Record(error)) => return Err(error.into()),
-                };
-                tree.push(digest).map_err(&fails_tree)?;
+                        Err(ReadOrRecord::Read(error)) => return Err(fails(error).into()),
+                        Err(ReadOrRecord::Record(error)) => return Err(error.into()),
+                    };
+                    tree.push(digest).map_err(&fails_tree)?;
+                }
+                chunk = batch.end;
+                progress(&Step::Exports {
+                    disk: &known.disk.name,
+                    done: (chunk * CHUNK_BYTES as u64).min(all),
+                    all,
+                });
+                if saved.elapsed() >= self.durable_every || chunk == chunks {
+                    self.note((number, at, chunk), &tree, &path, writer)?;
+                    saved = Instant::now();
+                }
             }
-            chunk = end;
-            progress(&Step::Exports {
-                disk: &known.disk.name,
-                done: (chunk * CHUNK_BYTES as u64).min(all),
-                all,
-            });
-            if saved.elapsed() >= self.durable_every || chunk == chunks {
-                self.note((number, at, chunk), &tree, &path, writer)?;
-                saved = Instant::now();
-            }
-        }
+            Ok(())
+        })?;
         Ok(tree.digest().map_err(&fails_tree)?)
     }
 
@@ -377,14 +409,87 @@ enum Read {
     Encoded(u8, Vec<u8>, [u8; 32]),
 }
 
-/// Reads and encodes chunks of a disk from this one on, at the same time; `old` has their digests
+/// What became of a chunk.
+type Encoding = Result<Read, ReadOrRecord>;
+
+/// Chunks that were read.
+struct Batch {
+    /// The number of the chunk behind them.
+    end: u64,
+    /// Each with its digest in the version before.
+    chunks: Vec<(Encoding, Option<[u8; 32]>)>,
+    /// Whether they are of the moment.
+    copied: Result<(), CheckpointError>,
+}
+
+/// Reads a disk.
+struct Reading<'a> {
+    content: Content<'a>,
+    /// The numbers of the guest and the disk.
+    disk: (u32, u32),
+    bytes: u64,
+    before: Before,
+}
+
+impl Reading<'_> {
+    /// Reads and encodes chunks until all are sent, or one batch is not of the moment, or nobody
+    /// receives them.
+    fn send_all(mut self, chunks: Range<u64>, batches: &SyncSender<io::Result<Batch>>) {
+        let mut chunk = chunks.start;
+        let mut rests = Rests::begin();
+        while chunk < chunks.end {
+            let end = (chunk + BATCH).min(chunks.end);
+            let batch = self.batch(chunk..end);
+            if self.content.is_in_use() {
+                rests.take();
+            }
+            let is_last = !matches!(&batch, Ok(Batch { copied: Ok(()), .. }));
+            if batches.send(batch).is_err() || is_last {
+                return;
+            }
+            chunk = end;
+        }
+    }
+
+    fn batch(&mut self, chunks: Range<u64>) -> io::Result<Batch> {
+        let end = self.bytes.min(chunks.end * CHUNK_BYTES as u64);
+        let next = self.bytes.min(end + BATCH * CHUNK_BYTES as u64);
+        self.content.prefetch(&(end..next));
+        let old = self.before.digests(chunks.clone())?;
+        let threads = match self.content.is_in_use() {
+            true => 1,
+            false => thread::available_parallelism().map_or(1, usize::from),
+        };
+        let content = (&self.content, self.bytes);
+        let read = encode(content, self.disk, (chunks.start, &old), threads);
+        Ok(Batch {
+            end: chunks.end,
+            chunks: read.into_iter().zip(old).collect(),
+            copied: self.content.copied(end),
+        })
+    }
+}
+
+/// Returns whether all bytes are zero; many at a time.
+fn is_zero(content: &[u8]) -> bool {
+    let mut parts = content.chunks(64);
+    parts.all(|part| part.iter().fold(0, |bits, byte| bits | byte) == 0)
+}
+
+/// Returns the digest of a whole chunk of zeros.
+fn digest_of_zeros() -> [u8; 32] {
+    static DIGEST: OnceLock<[u8; 32]> = OnceLock::new();
+    *DIGEST.get_or_init(|| Tree::of_chunk(&[0; CHUNK_BYTES]))
+}
+
+/// Reads and encodes chunks of a disk from this one on, in so many threads; `old` has their digests
 /// in the version before.
 fn encode(
     (disk, bytes): (&Content<'_>, u64),
     (guest, number): (u32, u32),
-    first: u64,
-    old: &[Option<[u8; 32]>],
-) -> Vec<Result<Read, ReadOrRecord>> {
+    (first, old): (u64, &[Option<[u8; 32]>]),
+    threads: usize,
+) -> Vec<Encoding> {
     let one = |(chunk, old): (u64, &Option<[u8; 32]>)| {
         let from = chunk * CHUNK_BYTES as u64;
         let length = (bytes - from).min(CHUNK_BYTES as u64);
@@ -395,17 +500,20 @@ fn encode(
         }
         let mut content = vec![0; length as usize];
         disk.read(from, &mut content).map_err(ReadOrRecord::Read)?;
-        let digest = Tree::of_chunk(&content);
+        let zeros = content.len() == CHUNK_BYTES && is_zero(&content);
+        let (digest, content) = match zeros {
+            true => (digest_of_zeros(), None),
+            false => (Tree::of_chunk(&content), Some(content)),
+        };
         let record = Record::Chunk(Chunk {
             guest,
             disk: number,
             chunk,
-            content: Some(content),
+            content,
         });
         let (kind, rest) = record.encode().map_err(ReadOrRecord::Record)?;
         Ok(Read::Encoded(kind, rest, digest))
     };
-    let threads = thread::available_parallelism().map_or(1, usize::from);
     let each = old.len().div_ceil(threads).max(1);
     let one = &one;
     thread::scope(|scope| {
