@@ -182,14 +182,15 @@ fn one(
     let folder = subject.folder.clone();
     fs::create_dir(&folder).during(|| format!("make {}", folder.display()))?;
     let qemu = subject.start(ground, &task)?;
-    subject.observe(ground, qemu, &mut row)?;
-    let record = subject.history.finish()?;
-    let judgement = record.judge(&ground.folder(0)?)?;
-    if let Some(first) = judgement.findings.first() {
-        let wrong = judgement.wrong_sectors;
-        say(&format!("{wrong} sectors are wrong: {first}"));
+    if subject.observe(ground, qemu, &mut row)? {
+        let record = subject.history.finish()?;
+        let judgement = record.judge(&ground.folder(0)?)?;
+        if let Some(first) = judgement.findings.first() {
+            let wrong = judgement.wrong_sectors;
+            say(&format!("{wrong} sectors are wrong: {first}"));
+        }
+        row.verify_errors = Some(record.errors + judgement.wrong_sectors);
     }
-    row.verify_errors = Some(record.errors + judgement.wrong_sectors);
     remove_folder(&folder)?;
     remove_folder(&ground.folder(0)?.join("state/parcels").join(PARCEL))?;
     remove_file(&subject.disk.path)?;
@@ -220,13 +221,14 @@ impl Subject {
         Ok(qemu)
     }
 
-    /// Observes the guest before and while replicas are made, and ends it.
+    /// Observes the guest before and while replicas are made, and ends it. Returns whether it has
+    /// verified its work.
     fn observe(
         &mut self,
         ground: &Ground,
         mut qemu: Option<PeerQemu>,
         row: &mut ConsolidationRow,
-    ) -> Result<(), LabError> {
+    ) -> Result<bool, LabError> {
         let before = Instant::now();
         interrupt::sleep(BEFORE)?;
         let before = [before, Instant::now()];
@@ -291,11 +293,17 @@ impl Subject {
             }
         });
         row.replicas = replicas.collect();
-        self.history.stop()?;
-        match (qemu, snapshots) {
-            (Some(mut qemu), Some(snapshots)) => snapshots.end(&mut qemu),
-            _ => ground.product.stop_guest(0, &self.guest.name),
+        let stopped = self.history.stop();
+        if let Err(error) = &stopped {
+            row.outcome = format!("failed: after the replicas {error}");
         }
+        match (qemu, snapshots) {
+            (Some(mut qemu), Some(snapshots)) if stopped.is_ok() => snapshots.end(&mut qemu)?,
+            // It is ended at once.
+            (Some(qemu), _) => drop(qemu),
+            _ => ground.product.stop_guest(0, &self.guest.name)?,
+        }
+        Ok(stopped.is_ok())
     }
 
     /// Exports the disk, whose writes are tracked from then on.
