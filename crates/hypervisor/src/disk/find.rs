@@ -24,6 +24,8 @@ const COMMAND_LINE_BYTES_MAX: usize = 1 << 20;
 
 /// How the name of an export's node begins.
 const OURS: &str = "lh-";
+/// How the names of the nodes of exports begin that track writes without a move.
+pub const TRACKING_NODE: &str = "lh-track-";
 
 /// Why the nodes of a disk are not known.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -119,7 +121,7 @@ pub async fn find_below_export(qmp: &Qmp, pid: i32, device: &str) -> Result<Disk
 }
 
 /// Returns the reasons why disks of a guest cannot be moved while it runs, with their names and
-/// their images. Asks only.
+/// their images. That writes are tracked is none: a move ends it. Asks only.
 pub async fn refusals(
     qmp: &Qmp,
     pid: i32,
@@ -131,6 +133,7 @@ pub async fn refusals(
         match find().await {
             Ok(_) => {}
             Err(FindError::Qmp(error)) => return Err(error),
+            Err(FindError::Nodes(error)) if error.is_tracked() => {}
             Err(FindError::Nodes(error)) => refusals.push(Blocker {
                 text: format!("disk {name}: {error}"),
                 hint: error.hint().to_owned(),
@@ -180,6 +183,9 @@ fn read(
         grows |= passes_on((pair[0], pair[1]), graph, known, listed.is_some())?;
     }
     let driver = known.driver(node).unwrap_or_default();
+    if driver == "nbd" && node.starts_with(TRACKING_NODE) {
+        return Err(NodesError::tracked());
+    }
     if driver == "nbd" && node.starts_with(OURS) {
         let hint = "wait until the agent has removed it; its log says what prevents that";
         let why = "a disk export from an earlier move is still below it";

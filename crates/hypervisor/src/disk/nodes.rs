@@ -42,12 +42,30 @@ pub(super) enum Above {
 pub struct NodesError {
     why: String,
     hint: &'static str,
+    is_tracked: bool,
 }
 
 impl NodesError {
     pub(super) fn new(why: impl Into<String>, hint: &'static str) -> Self {
         let why = why.into();
-        Self { why, hint }
+        Self {
+            why,
+            hint,
+            is_tracked: false,
+        }
+    }
+
+    /// The error of a disk whose writes are tracked: a move ends that first.
+    pub(super) fn tracked() -> Self {
+        Self {
+            is_tracked: true,
+            ..Self::new("its writes are tracked", "end that first")
+        }
+    }
+
+    /// Returns whether nothing is wrong but that the disk's writes are tracked.
+    pub fn is_tracked(&self) -> bool {
+        self.is_tracked
     }
 
     /// Returns what to do about it.

@@ -66,8 +66,11 @@ fn what_a_guest_writes_is_recorded_without_a_move() {
     assert!(wait_until(LIMIT, gone), "{}", stage.logs());
     assert!(stage.tracked(&["--show"]).disks.is_empty());
     stage.stays();
-    // A move ends it.
+    // It is no reason against a move, which ends it.
     stage.tracked(&[]);
+    let agent = stage.product.agent(0).unwrap();
+    let plan = agent.run(&["plan", GUEST, "--to", "paris"]).unwrap();
+    assert!(plan.contains("fits"), "{plan}");
     stage.moves(0, "hybrid");
     assert!(stage.fronts("track").is_empty());
     stage.judge(1);

@@ -106,8 +106,7 @@ impl Known {
             };
             let of = (&*disk.name, &*image.path);
             // What the move would ask for later: a disk that cannot be had is refused beforehand.
-            let found = exports::device_and_nodes(running, qmp, of).await;
-            let found = found.map(|(device, _)| device);
+            let found = exports::movable_device(running, qmp, of).await;
             if let Ok(device) = &found {
                 let seen = base_images::ask(qmp, device).await;
                 known.stands_on.insert(disk.name.clone(), seen);
