@@ -36,6 +36,9 @@ pub(super) struct KnownDisk {
     pub(super) disk: JobDisk,
     /// Its size when the export began. A file may have grown since: what is beyond is not exported.
     pub(super) bytes: u64,
+    /// Its size in the last version that is complete.
+    #[serde(default)]
+    pub(super) version_bytes: u64,
     /// What its last version lacks; `None` if that is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) since: Option<Since>,
@@ -62,6 +65,7 @@ impl KnownGuest {
             Ok(KnownDisk {
                 disk,
                 bytes,
+                version_bytes: 0,
                 since: None,
                 begun: None,
             })

@@ -34,15 +34,15 @@ const MOMENTS: usize = 3;
 enum Content<'a> {
     /// As it is.
     Disk(RawDisk),
-    /// As it was at a moment.
-    Moment(&'a mut Checkpoint),
+    /// As it was at a moment; the version before has this many bytes.
+    Moment(&'a mut Checkpoint, u64),
 }
 
 impl Content<'_> {
     fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
         match self {
             Self::Disk(disk) => disk.read(offset, buffer),
-            Self::Moment(checkpoint) => checkpoint.read(offset, buffer),
+            Self::Moment(checkpoint, _) => checkpoint.read(offset, buffer),
         }
     }
 
@@ -50,13 +50,15 @@ impl Content<'_> {
     fn is_unchanged(&self, bytes: &Range<u64>) -> bool {
         match self {
             Self::Disk(_) => false,
-            Self::Moment(checkpoint) => !checkpoint.has_changed(bytes),
+            // The last chunk of an image that has grown is longer now, also if nothing was written
+            // to it.
+            Self::Moment(checkpoint, had) => bytes.end <= *had && !checkpoint.has_changed(bytes),
         }
     }
 
     /// Returns whether a guest may be writing, which is to go on as before.
     fn is_in_use(&self) -> bool {
-        matches!(self, Self::Moment(_))
+        matches!(self, Self::Moment(..))
     }
 
     /// Says that these bytes will be read soon.
@@ -73,7 +75,7 @@ impl Content<'_> {
     fn copied(&mut self, to: u64) -> Result<(), CheckpointError> {
         match self {
             Self::Disk(_) => Ok(()),
-            Self::Moment(checkpoint) => checkpoint.copied(to),
+            Self::Moment(checkpoint, _) => checkpoint.copied(to),
         }
     }
 }
@@ -214,7 +216,7 @@ impl Job {
         for (at, known) in guest.disks.iter().enumerate() {
             let checkpoint = moment.as_mut().and_then(|it| it.checkpoints.get_mut(at));
             let content = match checkpoint {
-                Some(checkpoint) => Content::Moment(checkpoint),
+                Some(checkpoint) => Content::Moment(checkpoint, known.version_bytes),
                 None => Content::Disk(RawDisk::open_to_read(&known.disk.path)?),
             };
             let digest = self.export_disk(writer, (number, at), (known, content), progress)?;
@@ -233,6 +235,9 @@ impl Job {
         self.document.next = Next::begin(number + 1);
         if let Some(guest) = self.document.guests.get_mut(number) {
             guest.consistent = moment.is_some();
+            for known in &mut guest.disks {
+                known.version_bytes = known.bytes;
+            }
             match moment {
                 // The version must be durable before a record forgets what it has.
                 Some(moment) => moment.is_durable(guest)?,

@@ -41,6 +41,7 @@ struct Machine {
     fronts: Exports,
     above: PathBuf,
     records: u64,
+    size: ExportSize,
 }
 
 /// The exports that track its disks.
@@ -74,6 +75,7 @@ impl Machine {
             fronts: Exports::default(),
             above: stage.path().to_owned(),
             records: 0,
+            size: ExportSize::OfFile,
         }
     }
 
@@ -84,7 +86,7 @@ impl Machine {
             self.records += 1;
             let spec = FrontSpec {
                 image: image.clone(),
-                size: ExportSize::OfFile,
+                size: self.size,
                 locks: None,
                 name: ExportName::new(format!("{:032}", self.records)).unwrap(),
                 qemu_uid: None,
@@ -293,6 +295,34 @@ fn versions_of_tracked_disks_are_moments_and_lack_nothing() {
             }
             Job::open(&folder).unwrap().top_up().unwrap();
         }
+    }
+}
+
+#[test]
+fn the_former_end_of_an_image_that_has_grown_is_read_again() {
+    let mut dice = Dice(3);
+    let stage = Stage::new(DEVICES);
+    let mut machine = Machine::new(&stage, &mut dice);
+    let image = machine.paths[0].clone();
+    machine.paths.truncate(1);
+    fs::write(&image, dice.bytes(1_000_001)).unwrap();
+    let folder = create(&stage, &machine);
+    // The record is that of the region, which is longer than the image.
+    machine.size = ExportSize::Bytes(1 << 40);
+    machine.is_tracked();
+    let mut export = || {
+        let job = Job::open(&folder).unwrap();
+        let mut job = job.with_tracking(machine.fronts.clone());
+        if job.is_sealed() {
+            job.top_up().unwrap();
+        }
+        job.run(8, &mut |_| ()).unwrap();
+        imported(&stage, &job, &mut dice)
+    };
+    assert!(export()[0] == fs::read(&image).unwrap());
+    for at in [3_000_017, 3_000_500, 9_000_000] {
+        machine.disks[0].write(at, &[7; 8]).unwrap();
+        assert!(export()[0] == fs::read(&image).unwrap(), "{at}");
     }
 }
 
