@@ -25,7 +25,7 @@ const COMMAND_LINE_BYTES_MAX: usize = 1 << 20;
 /// How the name of an export's node begins.
 const OURS: &str = "lh-";
 /// How the names of the nodes of exports begin that track writes without a move.
-pub const TRACKING_NODE: &str = "lh-track-";
+const TRACKING_NODE: &str = "lh-track-";
 
 /// Why the nodes of a disk are not known.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -36,6 +36,14 @@ pub enum FindError {
     /// QEMU did not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
+}
+
+/// Returns how the name of an export's node begins.
+pub fn node_prefix(tracks: bool) -> &'static str {
+    match tracks {
+        true => TRACKING_NODE,
+        false => OURS,
+    }
 }
 
 /// Returns the path in QEMU's object tree of the device that has this image of ours in it. The

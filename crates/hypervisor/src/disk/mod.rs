@@ -19,7 +19,7 @@ mod threads;
 pub use backing::{Backing, backing};
 pub(crate) use drives::device_path;
 pub use drives::{Drive, Inserted, drives};
-pub use find::{FindError, TRACKING_NODE, device_of, find, find_below_export, refusals};
+pub use find::{FindError, device_of, find, find_below_export, node_prefix, refusals};
 pub(crate) use graph::is_of_job;
 pub use held::keep_open;
 pub use jobs::busy;

@@ -12,7 +12,7 @@ use crate::host::set_aside::set_aside;
 use crate::status::registry::Taken;
 use longhaul_engine::handover::{Record, Side};
 use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::disk::{self, DiskNodes, FindError, Front, InsertError, RemoveError};
+use longhaul_hypervisor::disk::{self, DiskNodes, Front, InsertError, RemoveError};
 use longhaul_hypervisor::helper::Helper;
 use longhaul_hypervisor::process::ProcessId;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
@@ -250,21 +250,6 @@ pub(crate) async fn device(
     }
 }
 
-/// Returns the path of a disk's device in QEMU, if the disk can be had. A disk whose writes are
-/// tracked can: a move ends that first.
-pub(crate) async fn movable_device(
-    guest: &Guest,
-    qmp: &Qmp,
-    (disk, image): (&str, &Path),
-) -> Result<String, FrontError> {
-    let device = device(guest, qmp, (disk, image)).await?;
-    match disk::find(qmp, pid(guest, disk)?, &device).await {
-        Ok(_) => Ok(device),
-        Err(FindError::Nodes(error)) if error.is_tracked() => Ok(device),
-        Err(error) => Err(FrontError::not_found(disk, &error)),
-    }
-}
-
 /// Returns the path of a disk's device in QEMU, and the nodes of the disk.
 pub(crate) async fn device_and_nodes(
     guest: &Guest,
@@ -305,18 +290,13 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
     let uid = fs::metadata(format!("/proc/{pid}"))?.uid();
     let ours = nix::unistd::geteuid().as_raw();
     let export = random_name()?;
-    let begins = if below.tracked {
-        disk::TRACKING_NODE
-    } else {
-        "lh-"
-    };
     let note = Note {
         guest: guest.name().to_owned(),
         disk: below.disk.to_owned(),
         image: below.image.to_owned(),
         device: below.device,
         nodes: Some(below.nodes.clone()),
-        node: format!("{begins}{}", &random_name()?[..16]),
+        node: disk::node_prefix(below.tracked).to_owned() + &random_name()?[..16],
         export: export.clone(),
         helper: None,
         stops: false,

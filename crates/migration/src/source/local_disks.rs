@@ -12,6 +12,7 @@ use longhaul_engine::source::{Source, SourceError};
 use longhaul_engine::strategy::{Before, Promise, Strategy};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::config::{Image, ImageFormat};
+use longhaul_hypervisor::disk::{self, FindError};
 use longhaul_hypervisor::disk_rate;
 use longhaul_hypervisor::has_open;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
@@ -24,7 +25,7 @@ use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk, is_volume};
 use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -106,7 +107,7 @@ impl Known {
             };
             let of = (&*disk.name, &*image.path);
             // What the move would ask for later: a disk that cannot be had is refused beforehand.
-            let found = exports::movable_device(running, qmp, of).await;
+            let found = movable_device(running, qmp, of).await;
             if let Ok(device) = &found {
                 let seen = base_images::ask(qmp, device).await;
                 known.stands_on.insert(disk.name.clone(), seen);
@@ -619,4 +620,19 @@ pub(crate) fn add(engine: &mut Source, disks: &[LocalDisk]) -> Result<(), Source
 /// Returns whether blocks of a disk may be missing at the destination after the switchover.
 pub(crate) fn may_be_left(disk: &LocalDisk) -> bool {
     disk.strategy.promise == Promise::List
+}
+
+/// Returns the path of a disk's device in QEMU, if the disk can be had. A disk whose writes are
+/// tracked can: a move ends that first.
+async fn movable_device(
+    guest: &Guest,
+    qmp: &Qmp,
+    (disk, image): (&str, &Path),
+) -> Result<String, FrontError> {
+    let device = exports::device(guest, qmp, (disk, image)).await?;
+    match disk::find(qmp, guest.pid().unwrap_or(-1), &device).await {
+        Ok(_) => Ok(device),
+        Err(FindError::Nodes(error)) if error.is_tracked() => Ok(device),
+        Err(error) => Err(FrontError::not_found(disk, &error)),
+    }
 }
