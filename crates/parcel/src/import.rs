@@ -208,7 +208,7 @@ fn read(
     let mut failed = None;
     let read = parcel.read(key, |record| {
         number += 1;
-        // Where content is lost, records contradict what is left: that is said at the end.
+        // Where content is lost, records may contradict each other. The end reports the loss.
         if matches!(failed, Some(ImportError::Contradiction(_))) {
             return Ok(());
         }

@@ -84,7 +84,7 @@ impl Figures {
         (self.changed_per_day * s / DAY_S).min(self.bytes)
     }
 
-    /// Returns the seconds in which the link brings so many bytes, and what changes meanwhile.
+    /// Returns the seconds that the link needs for these bytes, and for what changes meanwhile.
     fn catch_up_s(&self, bytes: f64) -> Option<f64> {
         let left = self.link_bps / 8.0 - self.changed_per_day / DAY_S;
         match bytes > 0.0 {

@@ -66,7 +66,7 @@ impl Content<'_> {
         if let Self::Disk(disk) = self {
             let (from, length) = (bytes.start as i64, (bytes.end - bytes.start) as i64);
             let advice = PosixFadviseAdvice::POSIX_FADV_WILLNEED;
-            // Without it they are read all the same.
+            // The advice only saves time: the bytes are also read if it fails.
             let _ = posix_fadvise(disk.file(), from, length, advice);
         }
     }
@@ -487,8 +487,8 @@ fn digest_of_zeros() -> [u8; 32] {
     *DIGEST.get_or_init(|| Tree::of_chunk(&[0; CHUNK_BYTES]))
 }
 
-/// Reads and encodes chunks of a disk from this one on, in so many threads; `old` has their digests
-/// in the version before.
+/// Reads and encodes chunks of a disk, from the given one on, in this number of threads. `old` has
+/// their digests in the version before.
 fn encode(
     (disk, bytes): (&Content<'_>, u64),
     (guest, number): (u32, u32),

@@ -20,7 +20,7 @@ impl Dice {
         self.next() % limit.max(1)
     }
 
-    /// Returns true once in so many times.
+    /// Returns true with a chance of one in this number.
     pub(super) fn once_in(&mut self, times: u64) -> bool {
         self.below(times) == 0
     }
