@@ -3,7 +3,7 @@
 //!
 //! An agent is held on the way, by a file of its own, until that is so.
 
-use super::case::{Case, Disks};
+use super::case::{Case, Disks, Memory, Release, Victim};
 use super::ground::{Ground, LIMIT, LINK};
 use super::point::{Side, Step};
 use longhaul_api::Phase;
@@ -17,6 +17,8 @@ const SLOW: &str = "2mbit";
 
 /// The link while memory must be missing.
 const NARROW: &str = "4mbit,4ms";
+/// The link while the little memory that pre-copy has left must be missing.
+const NARROWEST: &str = "1mbit,4ms";
 
 /// The condition before blocks are missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,10 +29,22 @@ enum Need {
     Slow,
     /// So does everything.
     Narrow,
+    /// So does all memory that follows the device state, until the page server is killed.
+    Loading(&'static str),
 }
 
 fn need(case: &Case) -> Option<Need> {
     match case.kind.disks {
+        _ if case.kind.victim == Victim::PageServer => {
+            // Memory follows behind these.
+            let before = ["list", "complete"].contains(&case.point.what())
+                || case.kind.release == Release::Early;
+            let link = match case.kind.memory {
+                Memory::Postcopy => NARROW,
+                Memory::Precopy | Memory::Hybrid => NARROWEST,
+            };
+            (!before).then_some(Need::Loading(link))
+        }
         _ if case.kind.step != Step::Pulling => None,
         _ if case.kind.memory.follows() => Some(Need::Narrow),
         Disks::Hybrid => Some(Need::Hot),
@@ -56,6 +70,8 @@ pub(super) fn arm(case: &Case, side: Side, ground: &Ground) -> Result<Option<Str
         (Some(Need::Hot), Side::Destination) => "destination:before-send:accepted",
         // It is stopped, and nothing of its missing memory has been sent.
         (Some(Need::Narrow), Side::Destination) => "destination:after-receipt:complete",
+        // It is stopped, and its device state has been sent.
+        (Some(Need::Loading(_)), Side::Source) => "source:before-send:complete",
         // It runs at the destination, and no missing block has arrived.
         (Some(Need::Slow), Side::Source) => "source:after-receipt:missing",
         _ => return Ok(None),
@@ -91,6 +107,7 @@ pub(super) fn lead_up(case: &Case, ground: &Ground, source: usize) -> Result<(),
         }
         Need::Slow => limit(ground, source, SLOW)?,
         Need::Narrow => ground.set_link(NARROW)?,
+        Need::Loading(link) => ground.set_link(link)?,
     }
     super::run::remove(&marker)
 }
@@ -103,7 +120,7 @@ pub(super) fn mend(case: &Case, ground: &Ground, source: usize) -> Result<(), La
             let _ = limit(ground, source, "none");
             Ok(())
         }
-        Some(Need::Narrow) => ground.set_link(LINK),
+        Some(Need::Narrow | Need::Loading(_)) => ground.set_link(LINK),
         Some(Need::Hot) | None => Ok(()),
     }
 }
