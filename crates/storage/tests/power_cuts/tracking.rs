@@ -192,6 +192,18 @@ impl Script {
         }
     }
 
+    /// Returns whether a chunk was written, or recorded ahead of a write: a run of chunks has at
+    /// most as many behind it.
+    fn is_expected(&self, chunk: u64, recorded: impl Fn(u64) -> bool) -> bool {
+        let written = (0..=chunk).rev().find(|it| self.announced.contains(it));
+        let Some(written) = written else {
+            return false;
+        };
+        let run = (0..written).rev().take_while(|it| recorded(*it)).count() as u64;
+        let ahead = chunk - written;
+        ahead <= run && (written..chunk).all(recorded)
+    }
+
     /// Compares the record with the image.
     fn judge(&mut self) -> Step {
         let changed = match Changed::since(&self.files, Path::new(RECORD), self.from) {
@@ -213,7 +225,7 @@ impl Script {
             if differs && !recorded(chunk) {
                 return Err(format!("chunk {chunk} has changed, which is not recorded"));
             }
-            if recorded(chunk) && !self.announced.contains(&chunk) {
+            if recorded(chunk) && !self.is_expected(chunk, recorded) {
                 return Err(format!("chunk {chunk} is recorded, and was never written"));
             }
         }

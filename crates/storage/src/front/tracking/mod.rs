@@ -6,7 +6,8 @@
 //! to a chunk clears the whole mask. The mask is durable *before* that write begins. So the record
 //! never lacks a change, whichever process dies, and whenever the power is cut: the kernel may
 //! write the image's new content to the disk at any time, before the guest has flushed it. Later
-//! writes to the chunk cost nothing. It may name chunks whose write was never carried out.
+//! writes to the chunk cost nothing. It may name chunks whose write was never carried out: also
+//! those that [sequential writes](record) are expected to reach.
 //!
 //! Writes beyond the end of a round count for its last chunk: an image may grow.
 //!

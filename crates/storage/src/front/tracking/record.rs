@@ -15,6 +15,11 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+/// Chunks in a row, recorded before the one that a write begins, that make it sequential.
+const RUN_MIN: u32 = 2;
+/// The maximum number of chunks that are recorded ahead of a sequential write: 16 MiB.
+const AHEAD_MAX: u32 = 64;
+
 /// The record of a round as the server uses it.
 #[derive(Debug)]
 pub struct WriteMap {
@@ -101,7 +106,10 @@ impl WriteMap {
         if new.is_empty() {
             return Ok(());
         }
-        self.lock().wanted.extend(&new);
+        let mut state = self.lock();
+        let ahead = state.ahead(&new);
+        state.wanted.extend(new.iter().copied().chain(ahead));
+        drop(state);
         others_go_on(|| elsewhere(|| self.make_durable(&new)))?;
         is_wanted()
     }
@@ -130,6 +138,25 @@ impl WriteMap {
             self.changed.notify_all();
             stored?;
         }
+    }
+}
+
+impl State {
+    /// Returns the chunks after these that are recorded with them: when writes are sequential, as
+    /// many as are recorded in a row before them. So a long run costs few syncs, and its end names
+    /// at most as many chunks again, which nobody may have changed.
+    fn ahead(&self, new: &[u32]) -> Range<u32> {
+        let (Some(first), Some(last)) = (new.first(), new.last()) else {
+            return 0..0;
+        };
+        let before = self.durable[..*first as usize].iter().rev();
+        let run = before.take(AHEAD_MAX as usize).take_while(|it| **it);
+        let run = run.count() as u32;
+        let end = match run < RUN_MIN {
+            true => last + 1,
+            false => (last + 1 + run).min(self.durable.len() as u32),
+        };
+        last + 1..end
     }
 }
 
