@@ -492,7 +492,7 @@ pub(crate) fn run(data: &[u8]) -> Done {
     let out = folder().join("out");
     let _ = fs::remove_dir_all(&out);
     fs::create_dir_all(&out).expect("a folder");
-    let imported = import(&parcel, &key, &mut |_, disk| Ok(out.join(&disk.name)));
+    let imported = import(&parcel, &key, None, &mut |_, disk| Ok(out.join(&disk.name)));
     match imported {
         Ok((disks, _)) => {
             assert!(verified.lost == 0 && read.is_ok());

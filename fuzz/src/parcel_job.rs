@@ -346,7 +346,7 @@ fn is_imported(export: &Export, job: &Job) -> bool {
     let _ = fs::remove_dir_all(&out);
     fs::create_dir_all(&out).expect("a folder");
     let mut number = 0;
-    let imported = import(&parcel, job.key(), &mut |_, disk| {
+    let imported = import(&parcel, job.key(), None, &mut |_, disk| {
         number += 1;
         Ok(out.join(format!("{}.{number}", disk.name)))
     });

@@ -325,6 +325,23 @@ fn a_report_of_an_earlier_version_confirms_nothing() {
     assert!(said.contains("the source's copies must stay"), "{said}");
     let status = setting.json("lyon", &["status", "box"]);
     assert_eq!(status["is_confirmed"], false);
+    // The older version can still be had, where no move looks for it.
+    let into = setting.path("restored");
+    fs::create_dir(&into).unwrap();
+    let into = into.to_str().unwrap();
+    let restore = ["import", "--key-file", &key, "--into", into];
+    let older = [&restore[..], &["--version", "1", &usb]].concat();
+    let said = setting.says("paris", &older);
+    assert!(
+        said.contains("version 1") && !said.contains("report"),
+        "{said}"
+    );
+    let restored = |name: &str| fs::read(setting.path(&format!("restored/{name}.img"))).unwrap();
+    let mut last = fs::read(setting.path("lyon/root.raw")).unwrap();
+    last[1_000_000] ^= 1;
+    assert!(restored("root") == last);
+    let again = String::from_utf8(setting.run("paris", &older).stderr).unwrap();
+    assert!(again.contains("nothing is overwritten"), "{again}");
 }
 
 #[test]

@@ -64,6 +64,9 @@ pub enum ImportError {
     /// It has no complete guest.
     #[error("the parcel has no complete version of any guest")]
     Nothing,
+    /// All versions are later.
+    #[error("the parcel has no such version: its first one is {0}")]
+    Later(u64),
 }
 
 /// A disk that was imported.
@@ -98,7 +101,7 @@ struct Target {
 struct Arriving {
     guest: Guest,
     targets: BTreeMap<u32, Target>,
-    /// The last version, and the number of the record.
+    /// The version that is imported, and the number of the record.
     version: Option<(Version, u64)>,
     /// The number of the last chunk record.
     last_chunk: u64,
@@ -109,7 +112,14 @@ struct To<'a> {
     places: &'a dyn Places,
     place: &'a mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
     taken: BTreeSet<PathBuf>,
+    /// The last version that is wanted.
+    up_to: Option<u64>,
+    /// The first version that is not wanted.
+    later: Option<u64>,
 }
+
+/// For each guest, the number of the last record that belongs to what is imported.
+type Ends = BTreeMap<u32, u64>;
 
 fn folder_of(path: &Path) -> &Path {
     match path.parent() {
@@ -132,34 +142,42 @@ fn part_of(path: &Path) -> PathBuf {
     path.with_file_name(format!(".{name}.importing"))
 }
 
-/// Writes the last versions of all guests. `place` says where a disk goes; nothing may be there.
-/// Files have their names when they are complete, and were read back.
+/// Writes the last versions of all guests, or those before them: the last ones up to the version
+/// `up_to`. `place` says where a disk goes; nothing may be there. Files have their names when they
+/// are complete, and were read back.
 ///
 /// # Errors
-/// When content is lost, or files cannot be written.
+/// When content is lost, no guest has such a version, or files cannot be written.
 pub fn import(
     parcel: &Parcel,
     key: &DataKey,
+    up_to: Option<u64>,
     place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
 ) -> Result<(Vec<ImportedDisk>, Report), ImportError> {
-    import_to(&RealFiles, parcel, key, place)
+    import_to(&RealFiles, parcel, (key, up_to), place)
 }
 
 /// As [`import`], to any places.
 pub(crate) fn import_to(
     places: &dyn Places,
     parcel: &Parcel,
-    key: &DataKey,
+    (key, up_to): (&DataKey, Option<u64>),
     place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
 ) -> Result<(Vec<ImportedDisk>, Report), ImportError> {
     let mut to = To {
         places,
         place,
         taken: BTreeSet::new(),
+        up_to,
+        later: None,
     };
     let mut guests: BTreeMap<u32, Arriving> = BTreeMap::new();
     let outcome = read_into(parcel, key, &mut to, &mut guests);
-    let finished = outcome.and_then(|report| Ok((finish(places, &guests)?, report)));
+    let finished = outcome.and_then(|report| match (finish(places, &guests)?, to.later) {
+        (imported, _) if !imported.is_empty() => Ok((imported, report)),
+        (_, Some(first)) => Err(ImportError::Later(first)),
+        (_, None) => Err(ImportError::Nothing),
+    });
     if finished.is_err() {
         for target in guests.values().flat_map(|guest| guest.targets.values()) {
             // The first error is the one to be told.
@@ -183,16 +201,18 @@ fn read_into(
     if !guests.values().any(is_beyond) {
         return Ok(report);
     }
-    // Chunks of no version are already in the files: they are read again without them.
-    let ends: BTreeMap<u32, u64> = guests
-        .iter()
-        .map(|(number, guest)| (*number, guest.version.as_ref().map_or(0, |(_, at)| *at)))
-        .collect();
-    for target in guests.values().flat_map(|guest| guest.targets.values()) {
-        let cleared = target.file.set_length(0);
-        cleared
-            .and_then(|()| target.file.set_length(target.disk.bytes))
-            .map_err(io_at(&target.part))?;
+    // Chunks of no version, or of a later one, are already in the files: they are read again
+    // without them.
+    let mut ends = Ends::new();
+    for (number, guest) in guests.iter_mut() {
+        let end = guest.version.as_ref().map_or(0, |(_, at)| *at);
+        ends.insert(*number, end);
+        guest.forget_later_disks(to)?;
+        for target in guest.targets.values_mut() {
+            target.written = 0;
+            let cleared = target.file.set_length(0);
+            cleared.map_err(io_at(&target.part))?;
+        }
     }
     read(parcel, key, to, guests, Some(&ends))
 }
@@ -202,7 +222,7 @@ fn read(
     key: &DataKey,
     to: &mut To<'_>,
     guests: &mut BTreeMap<u32, Arriving>,
-    ends: Option<&BTreeMap<u32, u64>>,
+    ends: Option<&Ends>,
 ) -> Result<Report, ImportError> {
     let mut number = 0;
     let mut failed = None;
@@ -235,10 +255,13 @@ fn take(
     number: u64,
     to: &mut To<'_>,
     guests: &mut BTreeMap<u32, Arriving>,
-    ends: Option<&BTreeMap<u32, u64>>,
+    ends: Option<&Ends>,
 ) -> Result<(), ImportError> {
     match record {
         Record::Guest(guest) => {
+            if ends.is_some_and(|ends| !reaches(ends, guest.guest, number)) {
+                return Ok(());
+            }
             let arriving = guests.entry(guest.guest).or_insert_with(|| Arriving {
                 guest: guest.clone(),
                 targets: BTreeMap::new(),
@@ -246,6 +269,10 @@ fn take(
                 last_chunk: 0,
             });
             for disk in &guest.disks {
+                if ends.is_some() && !arriving.targets.contains_key(&disk.disk) {
+                    // It is not of the version.
+                    continue;
+                }
                 let target = match arriving.targets.entry(disk.disk) {
                     Entry::Occupied(known) => known.into_mut(),
                     Entry::Vacant(new) => {
@@ -268,7 +295,7 @@ fn take(
             }
         }
         Record::Chunk(chunk) => {
-            if ends.is_some_and(|ends| ends.get(&chunk.guest).is_none_or(|end| number > *end)) {
+            if ends.is_some_and(|ends| !reaches(ends, chunk.guest, number)) {
                 return Ok(());
             }
             let unknown = ImportError::Contradiction("a chunk is of an unknown guest or disk");
@@ -276,10 +303,16 @@ fn take(
                 return Err(unknown);
             };
             guest.last_chunk = number;
-            match guest.targets.get_mut(&chunk.disk) {
-                Some(target) => target.write(&chunk),
-                None => Err(unknown),
+            match (guest.targets.get_mut(&chunk.disk), ends) {
+                (Some(target), _) => target.write(&chunk),
+                (None, None) => Err(unknown),
+                // It is not of the version.
+                (None, Some(_)) => Ok(()),
             }
+        }
+        Record::Version(version) if to.up_to.is_some_and(|last| version.version > last) => {
+            to.later.get_or_insert(version.version);
+            Ok(())
         }
         Record::Version(version) => match guests.get_mut(&version.guest) {
             Some(guest) => {
@@ -290,6 +323,30 @@ fn take(
                 "a version is of an unknown guest",
             )),
         },
+    }
+}
+
+/// Returns whether a record belongs to what is imported of a guest.
+fn reaches(ends: &Ends, guest: u32, number: u64) -> bool {
+    ends.get(&guest).is_some_and(|end| number <= *end)
+}
+
+impl Arriving {
+    /// Removes the files of disks that the guest did not have yet.
+    fn forget_later_disks(&mut self, to: &mut To<'_>) -> Result<(), ImportError> {
+        let Some((version, _)) = &self.version else {
+            return Ok(());
+        };
+        let has = |number: &u32| version.disks.iter().any(|disk| disk.disk == *number);
+        let all = std::mem::take(&mut self.targets).into_iter();
+        let (kept, later): (BTreeMap<_, _>, BTreeMap<_, _>) = all.partition(|(it, _)| has(it));
+        self.targets = kept;
+        for target in later.into_values() {
+            to.taken.remove(&target.path);
+            let removed = to.places.remove(&target.part);
+            removed.map_err(io_at(&target.part))?;
+        }
+        Ok(())
     }
 }
 
@@ -410,9 +467,6 @@ fn finish(
                 },
             ));
         }
-    }
-    if imported.is_empty() {
-        return Err(ImportError::Nothing);
     }
     for (target, _) in &imported {
         let renamed = places.rename(&target.part, &target.path);

@@ -4,7 +4,8 @@ mod parcel;
 mod realm;
 
 pub(crate) use parcel::{
-    Changes, ComparedArgs, CreateArgs, ExportArgs, ParcelArgs, ParcelCommand, ParcelGuest, ShipArgs,
+    Changes, ComparedArgs, CreateArgs, ExportArgs, ParcelArgs, ParcelCommand, ParcelGuest,
+    ParcelImportArgs, ShipArgs,
 };
 pub(crate) use realm::{
     FolderArgs, InviteArgs, NetworkArgs, NetworkCommand, RealmArgs, RealmCommand, RemoveHostArgs,

@@ -85,7 +85,9 @@ pub(crate) struct ImportedDocument {
     pub(crate) bytes: u64,
     /// The digest of its content, for comparison with the source.
     pub(crate) digest: String,
-    /// When it was exported, in seconds since 1970.
+    /// The number of the version.
+    pub(crate) version: u64,
+    /// When the version was exported, in seconds since 1970.
     pub(crate) exported: u64,
 }
 
@@ -97,8 +99,8 @@ pub(crate) struct ImportDocument {
     pub(crate) disks: Vec<ImportedDocument>,
     /// Cells that were recovered from parity.
     pub(crate) recovered_cells: u64,
-    /// The report for the source.
-    pub(crate) report: PathBuf,
+    /// The report for the source; none of disks that were written to a folder of the caller's.
+    pub(crate) report: Option<PathBuf>,
 }
 
 /// Runs the command.
@@ -120,9 +122,7 @@ pub(crate) async fn run(
         ParcelCommand::Plan(plan_args) => plan::plan(output, config, &plan_args),
         ParcelCommand::Key { name } => source::key(output, &config()?, &name),
         ParcelCommand::Verify { devices } => destination::verify(output, &devices),
-        ParcelCommand::Import { key_file, devices } => {
-            destination::bring(output, &config()?, &key_file, &devices)
-        }
+        ParcelCommand::Import(args) => destination::bring(output, &config()?, &args),
     }
 }
 

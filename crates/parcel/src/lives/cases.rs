@@ -114,7 +114,7 @@ impl Case {
     fn import(&self, key: &DataKey) -> Result<Vec<PathBuf>, ImportError> {
         let memory = Memory::new();
         let parcel = self.open().unwrap();
-        let imported = import_to(&memory, &parcel, key, &mut |_, disk| {
+        let imported = import_to(&memory, &parcel, (key, None), &mut |_, disk| {
             Ok(Path::new("/out").join(&disk.name))
         });
         let files = memory.files().into_keys().collect();
@@ -316,7 +316,7 @@ impl Records {
         self.writer.seal(&mut |_| ()).unwrap();
         let memory = Memory::new();
         let parcel = self.case.open().unwrap();
-        let imported = import_to(&memory, &parcel, &self.key, &mut |_, disk| {
+        let imported = import_to(&memory, &parcel, (&self.key, None), &mut |_, disk| {
             Ok(Path::new("/out").join(&disk.name))
         });
         let files = memory.files();

@@ -74,7 +74,7 @@ impl Life {
             let memory = Memory::new();
             memory.set_free(0);
             let bring = || {
-                import_to(&memory, &parcel, &key, &mut |_, disk| {
+                import_to(&memory, &parcel, (&key, None), &mut |_, disk| {
                     Ok(Path::new("/out").join(&disk.name))
                 })
             };
@@ -351,7 +351,7 @@ impl Life {
             };
             let before = memory.files();
             let run = catch_unwind(AssertUnwindSafe(|| {
-                import_to(&memory, &parcel, key, &mut |_, disk| {
+                import_to(&memory, &parcel, (key, None), &mut |_, disk| {
                     Ok(Path::new("/out").join(&disk.name))
                 })
             }));

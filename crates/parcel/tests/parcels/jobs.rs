@@ -49,7 +49,7 @@ fn is_imported(stage: &Stage, job: &Job, lost: usize, contents: &[Vec<u8>]) {
     let out = stage.path().join("out");
     fs::create_dir(&out).unwrap();
     let mut place = |_: &Guest, disk: &Disk| Ok(out.join(&disk.name));
-    let (disks, report) = import(&parcel, job.key(), &mut place).unwrap();
+    let (disks, report) = import(&parcel, job.key(), None, &mut place).unwrap();
     assert!(report.recovered > 0);
     let named: Vec<(&str, &str)> = disks
         .iter()
@@ -269,10 +269,12 @@ fn an_import_that_fails_leaves_nothing() {
     }
     let out = stage.path().join("out");
     fs::create_dir(&out).unwrap();
-    let failed = import(&parcel, job.key(), &mut |_, disk| Ok(out.join(&disk.name)));
+    let failed = import(&parcel, job.key(), None, &mut |_, disk| {
+        Ok(out.join(&disk.name))
+    });
     assert!(matches!(failed, Err(ImportError::Lost(1))), "{failed:?}");
     let mut places = 0;
-    let failed = import(&parcel, job.key(), &mut |_, disk| {
+    let failed = import(&parcel, job.key(), None, &mut |_, disk| {
         places += 1;
         match places {
             1 => Ok(out.join(&disk.name)),

@@ -201,8 +201,8 @@ fn create(stage: &Stage, machine: &Machine) -> PathBuf {
     folder
 }
 
-/// Returns what is imported without one of the devices.
-fn imported(stage: &Stage, job: &Job, dice: &mut Dice) -> Vec<Vec<u8>> {
+/// Returns what is imported without one of the devices, and its version.
+fn imported(stage: &Stage, job: &Job, up_to: Option<u64>, dice: &mut Dice) -> (u64, Vec<Vec<u8>>) {
     let lost = dice.below(DEVICES as u64) as usize;
     let there = job.devices().iter().enumerate();
     let there = there.filter(|(number, _)| *number != lost);
@@ -211,13 +211,14 @@ fn imported(stage: &Stage, job: &Job, dice: &mut Dice) -> Vec<Vec<u8>> {
     let out = stage.path().join(format!("out-{}", dice.next()));
     fs::create_dir(&out).unwrap();
     let mut place = |_: &Guest, disk: &ParcelDisk| Ok(out.join(&disk.name));
-    let (disks, _): (Vec<ImportedDisk>, _) = import(&parcel, job.key(), &mut place).unwrap();
+    let (disks, _): (Vec<ImportedDisk>, _) = import(&parcel, job.key(), up_to, &mut place).unwrap();
     let contents = disks
         .iter()
         .map(|disk| fs::read(&disk.path).unwrap())
         .collect();
+    assert_eq!(fs::read_dir(&out).unwrap().count(), disks.len());
     fs::remove_dir_all(&out).unwrap();
-    contents
+    (disks[0].version, contents)
 }
 
 /// Asserts that imported disks are as the guest's once were, and returns after how many operations.
@@ -288,11 +289,17 @@ fn versions_of_tracked_disks_are_moments_and_lack_nothing() {
         let folder = create(&stage, &machine);
         machine.is_tracked();
         let mut last = 0;
+        let mut versions = Vec::new();
         for _ in 0..3 {
             let begun = machine.operations.len();
             let job = export(&folder, &mut machine, &mut dice);
-            let moment = is_a_moment(&machine, &imported(&stage, &job, &mut dice));
-            assert!(moment >= begun && moment >= last, "{seed}: {last} {begun} {moment}");
+            let (version, disks) = imported(&stage, &job, None, &mut dice);
+            let moment = is_a_moment(&machine, &disks);
+            versions.push((version, disks));
+            assert!(
+                moment >= begun && moment >= last,
+                "{seed}: {last} {begun} {moment}"
+            );
             last = moment;
             for _ in 0..dice.below(5) {
                 machine.write(&mut dice);
@@ -308,6 +315,12 @@ fn versions_of_tracked_disks_are_moments_and_lack_nothing() {
                 _ => {}
             }
             Job::open(&folder).unwrap().top_up().unwrap();
+        }
+        // Each of them can be had later, also while the next one is exported.
+        let job = Job::open(&folder).unwrap();
+        for (version, disks) in versions {
+            let (found, content) = imported(&stage, &job, Some(version), &mut dice);
+            assert!(found == version && content == disks, "{seed}: {version}");
         }
     }
 }
@@ -351,11 +364,12 @@ fn a_top_up_reads_only_what_may_have_changed() {
         job
     };
     let job = top_up(&machine);
-    let moment = is_a_moment(&machine, &imported(&stage, &job, &mut dice));
+    let (_, disks) = imported(&stage, &job, None, &mut dice);
+    let moment = is_a_moment(&machine, &disks);
     assert_eq!(moment, machine.operations.len());
     // In doubt, all of it is compared.
     machine.is_tracked();
     let job = top_up(&machine);
-    let disks = imported(&stage, &job, &mut dice);
+    let (_, disks) = imported(&stage, &job, None, &mut dice);
     assert_eq!(disks[0][behind as usize..behind as usize + 8], [7; 8]);
 }

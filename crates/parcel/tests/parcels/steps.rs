@@ -2,8 +2,8 @@
 
 use crate::stage::{Dice, Stage, disk};
 use longhaul_parcel::{
-    Attachment, Date, Device, ImportReport, Job, JobDisk, JobError, JobGuest, Parcel, Reading,
-    Settings, Shipment, SignedReport, Verdict, import,
+    Attachment, Date, Device, ImportError, ImportReport, Job, JobDisk, JobError, JobGuest, Parcel,
+    Reading, Settings, Shipment, SignedReport, Verdict, import,
 };
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -67,15 +67,19 @@ fn sealed(stage: &Stage) -> Job {
     job
 }
 
-/// Imports the parcel, and returns the report.
-fn reported(stage: &Stage, job: &Job, out: &str) -> Vec<u8> {
+fn opened(job: &Job) -> Parcel {
     let devices = job.devices().iter();
     let devices = devices.map(|path| Device::open(path, false).unwrap());
-    let parcel = Parcel::open(devices.collect()).unwrap();
+    Parcel::open(devices.collect()).unwrap()
+}
+
+/// Imports the parcel, and returns the report.
+fn reported(stage: &Stage, job: &Job, out: &str) -> Vec<u8> {
+    let parcel = opened(job);
     let out = stage.path().join(out);
     fs::create_dir(&out).unwrap();
     let place = &mut |_: &_, disk: &longhaul_parcel::Disk| Ok(out.join(&disk.name));
-    let (disks, report) = import(&parcel, job.key(), place).unwrap();
+    let (disks, report) = import(&parcel, job.key(), None, place).unwrap();
     ImportReport::of(&parcel, (&disks, &report), NOW)
         .sign(job.key())
         .unwrap()
@@ -223,6 +227,22 @@ fn a_guest_that_is_added_later_travels_in_full_in_the_next_top_up() {
             "{name}"
         );
     }
+    // The first version has neither.
+    let parcel = opened(&job);
+    let first = stage.path().join("first");
+    fs::create_dir(&first).unwrap();
+    let place = &mut |_: &_, disk: &longhaul_parcel::Disk| Ok(first.join(&disk.name));
+    let (disks, _) = import(&parcel, job.key(), Some(1), place).unwrap();
+    let [web] = &disks[..] else {
+        panic!("{disks:?}");
+    };
+    assert_eq!((web.disk.as_str(), web.version), ("web-root", 1));
+    assert_eq!(fs::read_dir(&first).unwrap().count(), 1);
+    let none = import(&parcel, job.key(), Some(0), &mut |_, disk| {
+        Ok(first.join(format!("{}-0", disk.name)))
+    });
+    assert!(matches!(none, Err(ImportError::Later(1))), "{none:?}");
+    assert_eq!(fs::read_dir(&first).unwrap().count(), 1);
 }
 
 #[test]

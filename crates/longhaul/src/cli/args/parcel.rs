@@ -162,6 +162,23 @@ pub(crate) struct ShipArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct ParcelImportArgs {
+    /// A file with the parcel's key; `-` reads it from standard input
+    #[arg(long, value_name = "FILE")]
+    pub(crate) key_file: PathBuf,
+    /// The last version of each guest up to this one [default: the last one]
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) version: Option<u64>,
+    /// Write the disks to a folder, as raw images under their names, instead of where a move finds
+    /// them
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) into: Option<PathBuf>,
+    /// Its devices: folders, files, or block devices
+    #[arg(required = true, value_name = "DEVICE")]
+    pub(crate) devices: Vec<PathBuf>,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct ComparedArgs {
     /// A parcel: its guests' images count, with what they have allocated
     #[arg(conflicts_with_all = ["bytes", "guests"])]
@@ -247,14 +264,7 @@ pub(crate) enum ParcelCommand {
         name: String,
     },
     /// Bring the disks of a parcel to this host, as content that a move of their guests finds
-    Import {
-        /// A file with the parcel's key; `-` reads it from standard input
-        #[arg(long, value_name = "FILE")]
-        key_file: PathBuf,
-        /// Its devices: folders, files, or block devices
-        #[arg(required = true, value_name = "DEVICE")]
-        devices: Vec<PathBuf>,
-    },
+    Import(ParcelImportArgs),
     /// Read all of a parcel, and say what is missing or damaged, and whether it can be recovered;
     /// no key is needed
     Verify {

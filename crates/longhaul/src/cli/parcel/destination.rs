@@ -1,6 +1,7 @@
 //! Parcels at their destination.
 
 use super::{DeviceDocument, ImportDocument, ImportedDocument, VerifyDocument, no_image, now_s};
+use crate::cli::args::ParcelImportArgs;
 use crate::cli::error::CliError;
 use crate::cli::output::Output;
 use crate::cli::picture::Picture;
@@ -45,6 +46,23 @@ fn read_key(file: &Path) -> Result<DataKey, CliError> {
         .map_err(|error: longhaul_parcel::KeyError| cannot(error.to_string()))
 }
 
+/// Returns where a disk goes in a folder of the caller's.
+fn place_in(folder: &Path, name: &str) -> Result<PathBuf, CliError> {
+    let is_one = Path::new(name).file_name().is_some_and(|it| it == name);
+    let path = folder.join(format!("{name}.img"));
+    match (is_one, fs::symlink_metadata(&path).is_ok()) {
+        (true, false) => Ok(path),
+        (true, true) => Err(CliError::usage(
+            format!("{} exists", path.display()),
+            "nothing is overwritten: name an empty folder",
+        )),
+        (false, _) => Err(CliError::parcel(
+            format!("{name:?} is no name for a file"),
+            Some("name the image otherwise at the source, and export it again".to_owned()),
+        )),
+    }
+}
+
 /// Returns where a disk goes: beside the path at which its guest will have it.
 fn place(config: &Config, name: &str) -> Result<PathBuf, CliError> {
     let image = config
@@ -68,20 +86,23 @@ fn place(config: &Config, name: &str) -> Result<PathBuf, CliError> {
     }
 }
 
-/// Imports a parcel, and writes the report for its source.
+/// Imports a parcel. Of disks that a move will find, it writes the report for its source.
 pub(super) fn bring(
     output: &Output,
     config: &Config,
-    key_file: &Path,
-    paths: &[PathBuf],
+    args: &ParcelImportArgs,
 ) -> Result<u8, CliError> {
-    let key = read_key(key_file)?;
-    let parcel = open(paths)?;
+    let key = read_key(&args.key_file)?;
+    let parcel = open(&args.devices)?;
+    let place = |name: &str| match &args.into {
+        Some(folder) => place_in(folder, name),
+        None => place(config, name),
+    };
     let mut refused = None;
     let picture = Picture::new(output);
-    let imported = import(&parcel, &key, &mut |guest, disk| {
+    let imported = import(&parcel, &key, args.version, &mut |guest, disk| {
         picture.draw(|_| shown::importing(&guest.name, &disk.name));
-        place(config, &disk.name).map_err(|error| {
+        place(&disk.name).map_err(|error| {
             refused = Some(error);
             ImportError::Nothing
         })
@@ -91,16 +112,13 @@ pub(super) fn bring(
         (Some(error), _) => return Err(error),
         (None, imported) => imported?,
     };
-    let signed = ImportReport::of(&parcel, (&disks, &report), now_s()).sign(&key);
-    let written = signed
-        .map_err(|error| error.to_string())
-        .and_then(|signed| write_report(config, &parcel.header().name, &signed));
-    let report_file = written.map_err(|error| {
-        CliError::parcel(
-            format!("the disks are imported, but their report cannot be written: {error}"),
-            Some("for a report, remove them and import the parcel again".to_owned()),
-        )
-    })?;
+    let report_file = match args.into {
+        Some(_) => None,
+        None => {
+            let report = ImportReport::of(&parcel, (&disks, &report), now_s());
+            Some(file_report(config, &parcel, &report, &key)?)
+        }
+    };
     let each = disks.into_iter().map(|disk| {
         let ImportedDisk {
             guest,
@@ -108,8 +126,8 @@ pub(super) fn bring(
             path,
             bytes,
             digest,
+            version,
             time,
-            ..
         } = disk;
         ImportedDocument {
             guest,
@@ -117,6 +135,7 @@ pub(super) fn bring(
             path,
             bytes,
             digest,
+            version,
             exported: time,
         }
     });
@@ -129,6 +148,22 @@ pub(super) fn bring(
     };
     super::super::show(output, &document, || shown::imported(&document))?;
     Ok(0)
+}
+
+fn file_report(
+    config: &Config,
+    parcel: &Parcel,
+    report: &ImportReport,
+    key: &DataKey,
+) -> Result<PathBuf, CliError> {
+    let signed = report.sign(key).map_err(|error| error.to_string());
+    let written = signed.and_then(|it| write_report(config, &parcel.header().name, &it));
+    written.map_err(|error| {
+        CliError::parcel(
+            format!("the disks are imported, but their report cannot be written: {error}"),
+            Some("for a report, remove them and import the parcel again".to_owned()),
+        )
+    })
 }
 
 /// Writes a report durably beside the host's other state, and returns its path.

@@ -88,6 +88,7 @@ pub(crate) fn imported(document: &ImportDocument) -> Vec<Line> {
             Line::text(format!("  {}", disk.guest)),
             Line::text(disk.image.clone()),
             Line::text(show_bytes(disk.bytes)),
+            Line::text(format!("version {}", disk.version)),
             Line::text(disk.path.display().to_string()),
         ]
     });
@@ -96,9 +97,12 @@ pub(crate) fn imported(document: &ImportDocument) -> Vec<Line> {
         let recovered = count(document.recovered_cells, "cell");
         lines.push(Line::text(format!("  {recovered} recovered from parity")));
     }
+    let Some(report) = &document.report else {
+        return lines;
+    };
     lines.push(Line::text(format!(
         "  send this report to the source, which compares it: {}",
-        document.report.display()
+        report.display()
     )));
     lines.push(Line::text(
         "  what has changed since travels when the guest moves: longhaul migrate GUEST --to THIS \
