@@ -44,7 +44,7 @@ pub(crate) struct Stage {
     pub(crate) disks: Vec<String>,
     /// The folders of the images on each host.
     pub(crate) folders: Vec<PathBuf>,
-    seed: u64,
+    pub(crate) seed: u64,
     _turn: MutexGuard<'static, ()>,
 }
 
