@@ -95,7 +95,7 @@ impl Context {
     pub(crate) fn right(&self, guest: &str) -> Right {
         let moving = match self.registry.taken(guest) {
             Some(Taken::Moving(id, side)) => Some((id, side)),
-            Some(Taken::Locally | Taken::RetainedQemu) | None => None,
+            Some(Taken::Locally | Taken::Maintained | Taken::RetainedQemu) | None => None,
         };
         if self.registry.held.is_named(guest)
             && let Some(why) = self.registry.held.why(guest)

@@ -233,6 +233,7 @@ impl Manager {
 
     /// Starts a migration, or refuses it.
     pub async fn start(&self, request: StartMigration) -> Result<Migration, ApiError> {
+        self.context.registry.settled(&request.guest).await;
         let entry = source::prepare::start(&self.source, request)?;
         Ok(entry.migration())
     }

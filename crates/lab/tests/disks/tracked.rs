@@ -71,6 +71,7 @@ fn what_a_guest_writes_is_recorded_without_a_move() {
     let agent = stage.product.agent(0).unwrap();
     let plan = agent.run(&["plan", GUEST, "--to", "paris"]).unwrap();
     assert!(plan.contains("To go:"), "{plan}");
+    assert!(plan.contains("are tracked: the move ends that"), "{plan}");
     stage.moves(0, "hybrid");
     assert!(stage.fronts("track").is_empty());
     stage.judge(1);

@@ -605,7 +605,7 @@ impl Context {
         let mut guests: Vec<String> = done.map(|noted| noted.note.guest).collect();
         guests.dedup();
         for guest in guests {
-            let Ok(_reservation) = self.registry.take(&guest, Taken::Locally) else {
+            let Ok(_reservation) = self.registry.take(&guest, Taken::Maintained) else {
                 clean = false;
                 continue;
             };

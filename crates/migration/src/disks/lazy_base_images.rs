@@ -270,7 +270,7 @@ impl Context {
         if runs()?.is_some() && !whole {
             return Ok(true);
         }
-        let Ok(_reservation) = self.registry.take(&user.guest, Taken::Locally) else {
+        let Ok(_reservation) = self.registry.take(&user.guest, Taken::Maintained) else {
             return Ok(true);
         };
         let Some(guest) = runs()? else {

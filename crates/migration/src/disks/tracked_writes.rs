@@ -136,7 +136,7 @@ impl Context {
     ) -> bool {
         let mut done = true;
         for mut noted in tracking {
-            let reserved = self.registry.take(&noted.note.guest, Taken::Locally);
+            let reserved = self.registry.take(&noted.note.guest, Taken::Maintained);
             // Tracking may have ended since the note was read.
             let tracks = noted.read_again().is_ok() && noted.tracks();
             let Ok(_reservation) = reserved else {

@@ -18,6 +18,7 @@ use crate::source::prediction::{Asking, Holds, Look, predict};
 use crate::source::qemu::{SourceQemu, SourceQemuError};
 use crate::source::sample;
 use crate::source::sender::Encoding;
+use crate::source::tracking;
 use crate::status::failure;
 use crate::status::guest_rate::{RateMeter, shown as shown_rate};
 use crate::status::paths::path_use;
@@ -80,6 +81,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
         predictions: Vec::new(),
         properties: Properties::default(),
     };
+    context.registry.settled(&request.guest).await;
     if let Some(moving @ Taken::Moving(..)) = context.registry.taken(&request.guest) {
         let busy = context.registry.busy(&request.guest, moving);
         let hint = busy.hint.unwrap_or_default();
@@ -374,6 +376,8 @@ async fn look_here(
     plan.checks
         .extend(reasons.into_iter().map(Reason::into_check));
     plan.checks.extend(described::ports(&guest));
+    plan.checks
+        .extend(tracking::plan_check(context, candidate.guest.name())?);
     let losses = losses::checks(&candidate.guest, qmp, &candidate.host.name).await;
     plan.checks.extend(losses.map_err(|error| qemu(&error))?);
     let query = Query { guest, machine };

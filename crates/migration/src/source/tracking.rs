@@ -8,7 +8,7 @@ use crate::disks::exports::{
 use crate::disks::tracked_writes::{self, TrackedDisk};
 use crate::source::local_disks::{self, Known, LocalDisk};
 use crate::status::failure;
-use longhaul_api::{ApiError, DiskChoice, ErrorCode, Tracking};
+use longhaul_api::{ApiError, Check, DiskChoice, ErrorCode, Tracking};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::process::ProcessId;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
@@ -34,6 +34,18 @@ pub(crate) fn refuse_tracked(context: &Context, guest: &str) -> Result<(), ApiEr
             Err(ApiError::new(ErrorCode::Refused, text).hint(hint))
         }
     }
+}
+
+/// Returns what a plan says of a guest whose writes are tracked.
+pub(crate) fn plan_check(context: &Context, guest: &str) -> Result<Option<Check>, ApiError> {
+    let state = &context.parts.config.state;
+    let tracked = block_in_place(|| tracked_writes::exports_of(state, guest));
+    let is_tracked = !tracked.map_err(|error| internal(&error))?.is_empty();
+    let check = || {
+        let hint = "a move compares the disks by digests, and so does a later top-up of a parcel";
+        Check::warn("disks", "its writes are tracked: the move ends that", hint)
+    };
+    Ok(is_tracked.then(check))
 }
 
 /// Begins to track the writes of a reserved guest to all of its local disks.

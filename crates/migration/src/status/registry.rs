@@ -51,6 +51,8 @@ struct Listed {
 pub(crate) enum Taken {
     /// The guest is being started or stopped.
     Locally,
+    /// Its disk exports are being put in order, which takes a moment.
+    Maintained,
     /// The guest is moving.
     Moving(MigrationId, Side),
     /// The guest has left, and its memory is being cached.
@@ -60,7 +62,7 @@ pub(crate) enum Taken {
 impl Taken {
     fn event(self, guest: &str) -> What {
         let (by, migration) = match self {
-            Self::Locally => (ReservedBy::Agent, None),
+            Self::Locally | Self::Maintained => (ReservedBy::Agent, None),
             Self::Moving(id, _) => (ReservedBy::Migration, Some(id.to_string())),
             Self::RetainedQemu => (ReservedBy::MemoryCache, None),
         };
@@ -249,17 +251,23 @@ impl Registry {
         })
     }
 
-    /// Reserves a guest for a command. Waits for a migration that has brought the guest here and
-    /// only cleans up: its source may have reported the end already.
+    /// Reserves a guest for a command, once it is [settled](Self::settled).
     pub(crate) async fn take_settled(&self, guest: &str) -> Result<Reservation, ApiError> {
+        self.settled(guest).await;
+        self.take(guest, Taken::Locally)
+    }
+
+    /// Waits for what ends by itself soon: a migration that has brought the guest here and only
+    /// cleans up, as its source may have reported the end already, or work on its disk exports.
+    /// After a limit, `take` says why not.
+    pub(crate) async fn settled(&self, guest: &str) {
+        let busy = || self.taken(guest) == Some(Taken::Maintained) || self.is_cleaning_up(guest);
         let waited = timeout(SETTLE_LIMIT, async {
-            while self.is_cleaning_up(guest) {
+            while busy() {
                 sleep(SETTLE_PAUSE).await;
             }
         });
-        // After the limit, `take` says why not.
         let _ = waited.await;
-        self.take(guest, Taken::Locally)
     }
 
     /// Returns whether a guest is reserved by a migration that has brought it here completely.
@@ -282,6 +290,10 @@ impl Registry {
             Taken::Locally => (
                 format!("{guest} is being started or stopped"),
                 "try again when that is done".to_owned(),
+            ),
+            Taken::Maintained => (
+                format!("the disk exports of {guest} are being put in order"),
+                "try again in a moment".to_owned(),
             ),
             Taken::RetainedQemu => (
                 format!("what the memory of {guest} held is being kept"),
@@ -392,6 +404,22 @@ mod tests {
             .take("web", Taken::Moving(ID, Side::Destination))
             .unwrap();
         assert!(registry.take_settled("web").await.is_err(), "the limit");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_command_waits_for_work_on_disk_exports() {
+        let registry = Arc::new(Registry::default());
+        let maintained = registry.take("web", Taken::Maintained).unwrap();
+        let refused = registry.take("web", Taken::Locally).unwrap_err();
+        assert!(refused.message.contains("put in order"), "{refused:?}");
+        let command = tokio::spawn({
+            let registry = registry.clone();
+            async move { registry.take_settled("web").await.map(drop) }
+        });
+        sleep(SETTLE_LIMIT / 2).await;
+        assert!(!command.is_finished());
+        drop(maintained);
+        command.await.unwrap().unwrap();
     }
 
     #[test]
