@@ -28,6 +28,18 @@ pub(super) struct WatchedDisk<S> {
     pub(super) sink: S,
 }
 
+/// A change that has begun. Dropped, it is done, also by a panic.
+struct Change<'a, S: WriteSink> {
+    sink: &'a S,
+    bytes: Range<u64>,
+}
+
+impl<S: WriteSink> Drop for Change<'_, S> {
+    fn drop(&mut self) {
+        self.sink.done(self.bytes.clone());
+    }
+}
+
 impl<S: WriteSink> WatchedDisk<S> {
     /// Carries out a request, and measures its latency.
     fn timed<T>(&self, request: impl FnOnce() -> T) -> T {
@@ -44,9 +56,11 @@ impl<S: WriteSink> WatchedDisk<S> {
         request: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
         self.sink.begins(&bytes)?;
-        let done = request();
-        self.sink.done(bytes);
-        done
+        let _change = Change {
+            sink: &self.sink,
+            bytes,
+        };
+        request()
     }
 }
 
