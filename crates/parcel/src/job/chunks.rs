@@ -16,8 +16,8 @@ use std::thread::{self, Scope};
 
 /// Chunks that one thread reads and encodes before it passes them on.
 const BATCH: u64 = 16;
-/// Chunks of a disk that are read at once.
-const PIECE: u64 = 4;
+/// Chunks of a disk that are read at once: a huge page.
+const PIECE: u64 = 8;
 /// Batches of all threads that wait while earlier ones are written: as many as are read while
 /// devices make rows durable.
 const BATCHES_AHEAD: usize = 8;
