@@ -3,7 +3,7 @@
 use crate::cell::{Cell, Kind, Name};
 use crate::device::Device;
 use crate::header::{Bytes16, ParcelId};
-use crate::layout::{Layout, Roles};
+use crate::layout::Layout;
 use crate::parity;
 use std::ops::Range;
 use std::thread;
@@ -146,17 +146,4 @@ fn recover(data: &[Option<Cell>], parity: &[Option<Cell>]) -> Vec<(usize, Cell)>
         }
         _ => Vec::new(),
     }
-}
-
-/// Computes the parity cells of a row.
-pub(crate) fn parity(data: &[Cell], roles: &Roles) -> Vec<Cell> {
-    let bodies: Vec<Option<&[u8]>> = data.iter().map(|cell| Some(cell.body())).collect();
-    let compute = [parity::p, parity::q];
-    let each = compute.iter().take(roles.parity.len());
-    each.map(|compute| {
-        let mut cell = Cell::new();
-        compute(&bodies, cell.body_mut());
-        cell
-    })
-    .collect()
 }

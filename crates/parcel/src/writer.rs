@@ -4,8 +4,9 @@ use crate::cell::{Cell, Kind};
 use crate::device::{Device, DeviceError, SYNC_ROWS};
 use crate::header::{Bytes16, Earlier, GENERATIONS_MAX, Header, HeaderError, ParcelId, check_name};
 use crate::key::{CellKey, DataKey, Fingerprint, KeyError};
-use crate::layout::{Layout, LayoutError};
+use crate::layout::{Layout, LayoutError, Roles};
 use crate::log::LogWriter;
+use crate::parity;
 use crate::reader::{self, OpenError, Parcel, Report};
 use crate::record::{Record, RecordError};
 use crate::row::{self, Generation};
@@ -13,7 +14,7 @@ use ring::hmac;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 
 /// Why a parcel cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -108,6 +109,14 @@ fn random() -> Result<Bytes16, KeyError> {
     Ok(Bytes16(bytes))
 }
 
+/// A row that is complete.
+struct Ready {
+    row: u64,
+    cells: Vec<(usize, Cell)>,
+    /// Whether all devices are synced when it is written.
+    syncs: bool,
+}
+
 /// Writes a generation of a parcel.
 pub struct Writer {
     devices: Vec<Device>,
@@ -118,6 +127,10 @@ pub struct Writer {
     log: LogWriter,
     /// The data cells of the next row, not encrypted.
     pending: Vec<Cell>,
+    /// The row before, which is written while the next one is encrypted.
+    ready: Option<Ready>,
+    /// Cells that are written, and are used again.
+    spare: Vec<Cell>,
     row: u64,
     synced: u64,
     durable: Position,
@@ -263,6 +276,8 @@ impl Writer {
             header_key: key.of_headers(&header.parcel)?,
             log: LogWriter::new(),
             pending: Vec::new(),
+            ready: None,
+            spare: Vec::new(),
             row: header.row + 1,
             synced: header.row,
             durable: Position {
@@ -335,29 +350,44 @@ impl Writer {
 
     /// Writes cells of a row, those of different devices at the same time.
     fn write_cells(&self, row: u64, cells: &[(usize, Cell)]) -> Result<(), WriteError> {
-        let write = |(number, cell): &(usize, Cell)| {
+        in_parallel(cells, |(number, cell)| {
             let device = self.devices.get(*number).ok_or(WriteError::Full)?;
-            device.write(row, cell).map_err(|error| WriteError::Io {
-                device: *number,
-                path: device.path().to_path_buf(),
-                error,
-            })
-        };
-        in_parallel(cells, write)?;
+            device.write(row, cell).map_err(io_of(*number, device))
+        })?;
         Ok(())
     }
 
-    fn sync_devices(&mut self) -> Result<(), WriteError> {
-        let devices: Vec<(usize, &Device)> = self.devices.iter().enumerate().collect();
-        in_parallel(&devices, |(number, device)| {
-            device.sync().map_err(|error| WriteError::Io {
-                device: *number,
-                path: device.path().to_path_buf(),
-                error,
-            })
+    /// Syncs all devices, at the same time.
+    fn sync_all(&self) -> Result<(), WriteError> {
+        in_parallel(self.devices.iter().enumerate(), |(number, device)| {
+            device.sync().map_err(io_of(number, device))
         })?;
+        Ok(())
+    }
+
+    fn write_ready(&self, ready: &Ready) -> Result<(), WriteError> {
+        self.write_cells(ready.row, &ready.cells)?;
+        match ready.syncs {
+            true => self.sync_all(),
+            false => Ok(()),
+        }
+    }
+
+    /// Writes all complete rows, and syncs all devices.
+    fn sync_devices(&mut self) -> Result<(), WriteError> {
+        if let Some(ready) = self.ready.take() {
+            self.write_cells(ready.row, &ready.cells)?;
+            self.keep(ready);
+        }
+        self.sync_all()?;
         self.synced = self.row;
         Ok(())
+    }
+
+    /// Keeps the memory of cells that are written.
+    fn keep(&mut self, ready: Ready) {
+        self.spare
+            .extend(ready.cells.into_iter().map(|(_, cell)| cell));
     }
 
     /// Appends a record. It is durable after the next [`sync`](Self::sync).
@@ -376,8 +406,9 @@ impl Writer {
     /// As [`put`](Self::put).
     pub fn put_encoded(&mut self, kind: u8, rest: &[u8]) -> Result<(), WriteError> {
         let mut full = Vec::new();
+        let spare = &mut self.spare;
         self.log.push((kind, rest), |plain| {
-            full.push(cell_of(plain));
+            full.push(cell_of(plain, spare));
             Ok::<_, WriteError>(())
         })?;
         for cell in full {
@@ -386,7 +417,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Adds a data cell to the next row, and writes the row if it is complete.
+    /// Adds a data cell to the next row. If the row is complete, it is encrypted, and the one
+    /// before it is written meanwhile: devices do not wait for processors, nor these for them.
     fn add(&mut self, cell: Cell) -> Result<(), WriteError> {
         self.pending.push(cell);
         let roles = self.generation.layout.roles(self.row);
@@ -398,36 +430,67 @@ impl Writer {
             return Ok(());
         }
         self.begin()?;
+        let data = std::mem::take(&mut self.pending);
+        let parity = (0..roles.parity.len()).map(|_| self.spare.pop().unwrap_or_default());
+        let parity = parity.collect();
+        let before = self.ready.take();
+        let this = &*self;
+        let (written, cells) = thread::scope(|scope| {
+            let writes = before
+                .as_ref()
+                .map(|ready| scope.spawn(|| this.write_ready(ready)));
+            let cells = this.complete(&roles, data, parity);
+            (writes.map_or(Ok(()), joined), cells)
+        });
+        written?;
+        let cells = cells?;
+        if let Some(before) = before {
+            self.keep(before);
+        }
         let row = self.row;
-        let name =
-            |device, kind| row::name(&self.header.parcel, &self.generation, (row, device), kind);
-        let plain: Vec<(usize, Cell)> = roles
-            .data
-            .iter()
-            .copied()
-            .zip(std::mem::take(&mut self.pending))
-            .collect();
-        let data = in_parallel(&plain, |(device, cell)| {
+        self.row += 1;
+        self.generation.rows.end = self.row;
+        let syncs = self.row - self.synced >= SYNC_ROWS;
+        if syncs {
+            // Nothing is written until it is done.
+            self.synced = self.row;
+        }
+        self.ready = Some(Ready { row, cells, syncs });
+        Ok(())
+    }
+
+    /// Encrypts the data cells of the next row, and computes the parity cells.
+    fn complete(
+        &self,
+        roles: &Roles,
+        data: Vec<Cell>,
+        parity: Vec<Cell>,
+    ) -> Result<Vec<(usize, Cell)>, WriteError> {
+        let name = |device, kind| {
+            let place = (self.row, device);
+            row::name(&self.header.parcel, &self.generation, place, kind)
+        };
+        let mut data: Vec<(usize, Cell)> = roles.data.iter().copied().zip(data).collect();
+        in_parallel(&mut data, |(device, cell)| {
             let name = name(*device, Kind::Data);
-            let mut cell = cell.clone();
             let key = self.keys.get(*device).ok_or(WriteError::Full)?;
             key.seal(&name, cell.body_mut())?;
             cell.finish(&name);
-            Ok::<_, WriteError>(cell)
+            Ok(())
         })?;
-        let mut parity = row::parity(&data, &roles);
-        for (cell, device) in parity.iter_mut().zip(&roles.parity) {
-            cell.finish(&name(*device, Kind::Parity));
-        }
-        let places = roles.data.iter().chain(&roles.parity).copied();
-        let cells: Vec<(usize, Cell)> = places.zip(data.into_iter().chain(parity)).collect();
-        self.write_cells(row, &cells)?;
-        self.row += 1;
-        self.generation.rows.end = self.row;
-        if self.row - self.synced >= SYNC_ROWS {
-            self.sync_devices()?;
-        }
-        Ok(())
+        let mut parity: Vec<(usize, Cell)> = roles.parity.iter().copied().zip(parity).collect();
+        let bodies: Vec<Option<&[u8]>> = data.iter().map(|(_, cell)| Some(cell.body())).collect();
+        let compute = [parity::p, parity::q];
+        in_parallel(
+            parity.iter_mut().zip(compute),
+            |((device, cell), compute)| {
+                compute(&bodies, cell.body_mut());
+                cell.finish(&name(*device, Kind::Parity));
+                Ok(())
+            },
+        )?;
+        data.extend(parity);
+        Ok(data)
     }
 
     /// Makes everything durable that was put. The rest of the last row stays empty.
@@ -435,23 +498,15 @@ impl Writer {
     /// # Errors
     /// When the devices are full, or cannot be written.
     pub fn sync(&mut self) -> Result<Position, WriteError> {
-        let mut last = None;
-        if !self.log.is_empty() {
+        // The rest of the last row has no records.
+        while !self.log.is_empty() || !self.pending.is_empty() {
+            let mut last = None;
+            let spare = &mut self.spare;
             self.log.finish(|plain| {
-                last = Some(cell_of(plain));
+                last = Some(cell_of(plain, spare));
                 Ok::<_, WriteError>(())
             })?;
-        }
-        if let Some(cell) = last {
-            self.add(cell)?;
-        }
-        while !self.pending.is_empty() {
-            let mut empty = None;
-            self.log.finish(|plain| {
-                empty = Some(cell_of(plain));
-                Ok::<_, WriteError>(())
-            })?;
-            self.add(empty.unwrap_or_default())?;
+            self.add(last.unwrap_or_default())?;
         }
         if self.is_begun {
             self.sync_devices()?;
@@ -570,30 +625,39 @@ fn is_as_it_was(
     Ok(true)
 }
 
-fn cell_of(plain: &[u8]) -> Cell {
-    let mut cell = Cell::new();
-    for (to, from) in cell.body_mut().iter_mut().zip(plain) {
-        *to = *from;
-    }
+/// Returns a cell with a plaintext, in the memory of a spare one if there is one.
+fn cell_of(plain: &[u8], spare: &mut Vec<Cell>) -> Cell {
+    let mut cell = spare.pop().unwrap_or_default();
+    let body = cell.body_mut().get_mut(..plain.len());
+    body.unwrap_or_default().copy_from_slice(plain);
     cell
 }
 
+/// Waits for a thread. One that panics says so itself.
+fn joined<R>(thread: ScopedJoinHandle<'_, R>) -> R {
+    let done = thread.join();
+    done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
 /// Calls a function for each item, at the same time.
-fn in_parallel<T: Sync, R: Send>(
-    items: &[T],
-    each: impl Fn(&T) -> Result<R, WriteError> + Sync,
+fn in_parallel<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    each: impl Fn(T) -> Result<R, WriteError> + Sync,
 ) -> Result<Vec<R>, WriteError> {
+    let mut items: Vec<T> = items.into_iter().collect();
+    let Some(last) = items.pop() else {
+        return Ok(Vec::new());
+    };
     let each = &each;
     thread::scope(|scope| {
-        let threads: Vec<_> = items
-            .iter()
-            .map(|item| scope.spawn(move || each(item)))
-            .collect();
-        let joined: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
-        // A thread that panics says so itself.
-        joined
+        let threads = items
             .into_iter()
-            .map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
+            .map(|item| scope.spawn(move || each(item)));
+        let threads: Vec<_> = threads.collect();
+        // This thread does a part of it.
+        let last = each(last);
+        let mut all: Vec<Result<R, WriteError>> = threads.into_iter().map(joined).collect();
+        all.push(last);
+        all.into_iter().collect()
     })
 }
