@@ -22,6 +22,7 @@ mod lives;
 mod log;
 mod parity;
 pub mod plan;
+mod queue;
 mod reader;
 mod record;
 mod report;

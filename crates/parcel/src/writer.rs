@@ -7,6 +7,7 @@ use crate::key::{CellKey, DataKey, Fingerprint, KeyError};
 use crate::layout::{Layout, LayoutError, Roles};
 use crate::log::LogWriter;
 use crate::parity;
+use crate::queue::{self, Queue, Ready};
 use crate::reader::{self, OpenError, Parcel, Report};
 use crate::record::{Record, RecordError};
 use crate::row::{self, Generation};
@@ -51,6 +52,9 @@ pub enum WriteError {
         #[source]
         error: io::Error,
     },
+    /// A device could not be written or synced before, and what it has is not known.
+    #[error("the parcel could not be written before: open it again")]
+    Failed,
     /// The key is that of another parcel.
     #[error("this key has the fingerprint {given}, and the parcel needs {needed}")]
     OtherKey {
@@ -109,17 +113,9 @@ fn random() -> Result<Bytes16, KeyError> {
     Ok(Bytes16(bytes))
 }
 
-/// A row that is complete.
-struct Ready {
-    row: u64,
-    cells: Vec<(usize, Cell)>,
-    /// Whether all devices are synced when it is written.
-    syncs: bool,
-}
-
 /// Writes a generation of a parcel.
 pub struct Writer {
-    devices: Vec<Device>,
+    queue: Queue,
     header: Header,
     generation: Generation,
     keys: Vec<CellKey>,
@@ -127,8 +123,6 @@ pub struct Writer {
     log: LogWriter,
     /// The data cells of the next row, not encrypted.
     pending: Vec<Cell>,
-    /// The row before, which is written while the next one is encrypted.
-    ready: Option<Ready>,
     /// Cells that are written, and are used again.
     spare: Vec<Cell>,
     row: u64,
@@ -155,7 +149,7 @@ impl Writer {
         match writer.begin() {
             Ok(()) => Ok(writer),
             Err(error) => {
-                writer.devices.iter().for_each(Device::remove);
+                writer.queue.devices().iter().for_each(Device::remove);
                 Err(error)
             }
         }
@@ -270,13 +264,12 @@ impl Writer {
             rows: header.row + 1..header.row + 1,
         };
         Ok(Self {
-            devices,
+            queue: Queue::of(devices),
             generation,
             keys,
             header_key: key.of_headers(&header.parcel)?,
             log: LogWriter::new(),
             pending: Vec::new(),
-            ready: None,
             spare: Vec::new(),
             row: header.row + 1,
             synced: header.row,
@@ -308,7 +301,8 @@ impl Writer {
     /// Returns the paths of its devices.
     pub fn paths(&self) -> Vec<PathBuf> {
         let paths = self
-            .devices
+            .queue
+            .devices()
             .iter()
             .map(|device| device.path().to_path_buf());
         paths.collect()
@@ -343,58 +337,23 @@ impl Writer {
             };
             cells.push((device, header.encode(&self.header_key)?));
         }
-        self.write_cells(header.row, &cells)?;
+        queue::write_cells(self.queue.devices(), header.row, &cells)?;
         self.row = header.row + 1;
         Ok(())
     }
 
-    /// Writes cells of a row, those of different devices at the same time.
-    fn write_cells(&self, row: u64, cells: &[(usize, Cell)]) -> Result<(), WriteError> {
-        in_parallel(cells, |(number, cell)| {
-            let device = self.devices.get(*number).ok_or(WriteError::Full)?;
-            device.write(row, cell).map_err(io_of(*number, device))
-        })?;
-        Ok(())
-    }
-
-    /// Syncs all devices, at the same time.
-    fn sync_all(&self) -> Result<(), WriteError> {
-        in_parallel(self.devices.iter().enumerate(), |(number, device)| {
-            device.sync().map_err(io_of(number, device))
-        })?;
-        Ok(())
-    }
-
-    fn write_ready(&self, ready: &Ready) -> Result<(), WriteError> {
-        self.write_cells(ready.row, &ready.cells)?;
-        match ready.syncs {
-            true => self.sync_all(),
-            false => Ok(()),
-        }
-    }
-
     /// Writes all complete rows, and syncs all devices.
     fn sync_devices(&mut self) -> Result<(), WriteError> {
-        if let Some(ready) = self.ready.take() {
-            self.write_cells(ready.row, &ready.cells)?;
-            self.keep(ready);
-        }
-        self.sync_all()?;
+        self.queue.sync(&mut self.spare)?;
         self.synced = self.row;
         Ok(())
-    }
-
-    /// Keeps the memory of cells that are written.
-    fn keep(&mut self, ready: Ready) {
-        self.spare
-            .extend(ready.cells.into_iter().map(|(_, cell)| cell));
     }
 
     /// Appends a record. It is durable after the next [`sync`](Self::sync).
     ///
     /// # Errors
-    /// When the devices are full, or cannot be written. Then the parcel can be continued from the
-    /// last position.
+    /// When the devices are full, or cannot be written; perhaps only the call after that says so.
+    /// Then the parcel can be continued from the last position.
     pub fn put(&mut self, record: &Record) -> Result<(), WriteError> {
         let (kind, rest) = record.encode()?;
         self.put_encoded(kind, &rest)
@@ -417,8 +376,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Adds a data cell to the next row. If the row is complete, it is encrypted, and the one
-    /// before it is written meanwhile: devices do not wait for processors, nor these for them.
+    /// Adds a data cell to the next row. If the row is complete, it is encrypted, and written after
+    /// those before it.
     fn add(&mut self, cell: Cell) -> Result<(), WriteError> {
         self.pending.push(cell);
         let roles = self.generation.layout.roles(self.row);
@@ -433,20 +392,7 @@ impl Writer {
         let data = std::mem::take(&mut self.pending);
         let parity = (0..roles.parity.len()).map(|_| self.spare.pop().unwrap_or_default());
         let parity = parity.collect();
-        let before = self.ready.take();
-        let this = &*self;
-        let (written, cells) = thread::scope(|scope| {
-            let writes = before
-                .as_ref()
-                .map(|ready| scope.spawn(|| this.write_ready(ready)));
-            let cells = this.complete(&roles, data, parity);
-            (writes.map_or(Ok(()), joined), cells)
-        });
-        written?;
-        let cells = cells?;
-        if let Some(before) = before {
-            self.keep(before);
-        }
+        let cells = self.complete(&roles, data, parity)?;
         let row = self.row;
         self.row += 1;
         self.generation.rows.end = self.row;
@@ -455,8 +401,8 @@ impl Writer {
             // Nothing is written until it is done.
             self.synced = self.row;
         }
-        self.ready = Some(Ready { row, cells, syncs });
-        Ok(())
+        let ready = Ready { row, cells, syncs };
+        self.queue.push(ready, &mut self.spare)
     }
 
     /// Encrypts the data cells of the next row, and computes the parity cells.
@@ -466,14 +412,13 @@ impl Writer {
         data: Vec<Cell>,
         parity: Vec<Cell>,
     ) -> Result<Vec<(usize, Cell)>, WriteError> {
-        let name = |device, kind| {
-            let place = (self.row, device);
-            row::name(&self.header.parcel, &self.generation, place, kind)
-        };
+        let (row, parcel, generation) = (self.row, &self.header.parcel, &self.generation);
+        let name = |device, kind| row::name(parcel, generation, (row, device), kind);
+        let keys = &self.keys;
         let mut data: Vec<(usize, Cell)> = roles.data.iter().copied().zip(data).collect();
         in_parallel(&mut data, |(device, cell)| {
             let name = name(*device, Kind::Data);
-            let key = self.keys.get(*device).ok_or(WriteError::Full)?;
+            let key = keys.get(*device).ok_or(WriteError::Full)?;
             key.seal(&name, cell.body_mut())?;
             cell.finish(&name);
             Ok(())
@@ -537,12 +482,12 @@ impl Writer {
             header.row = self.row;
         }
         header.sealed = true;
-        let sealed = Parcel::of(self.devices, header.clone())?;
+        let sealed = Parcel::of(self.queue.take_devices(), header.clone())?;
         let report = sealed.verify_rows(progress);
         if !report.is_clean() {
             return Err(WriteError::Damaged(Box::new(report)));
         }
-        self.devices = sealed.into_devices();
+        self.queue = Queue::of(sealed.into_devices());
         self.write_header(&header)?;
         self.sync_devices()?;
         self.forget()?;
@@ -550,7 +495,7 @@ impl Writer {
             header: header.row,
             end: header.row + 1,
         };
-        let sealed = Parcel::of(self.devices, header)?;
+        let sealed = Parcel::of(self.queue.take_devices(), header)?;
         let mut report = Report::default();
         sealed.verify_header(&mut report);
         match report.is_clean() {
@@ -561,7 +506,7 @@ impl Writer {
 
     /// Lets what is read next come from the devices.
     fn forget(&self) -> Result<(), WriteError> {
-        for (number, device) in self.devices.iter().enumerate() {
+        for (number, device) in self.queue.devices().iter().enumerate() {
             device.forget().map_err(io_of(number, device))?;
         }
         Ok(())
@@ -594,7 +539,7 @@ fn first_header(
     })
 }
 
-fn io_of(number: usize, device: &Device) -> impl Fn(io::Error) -> WriteError {
+pub(crate) fn io_of(number: usize, device: &Device) -> impl Fn(io::Error) -> WriteError {
     let path = device.path().to_path_buf();
     move |error| WriteError::Io {
         device: number,
@@ -640,7 +585,7 @@ fn joined<R>(thread: ScopedJoinHandle<'_, R>) -> R {
 }
 
 /// Calls a function for each item, at the same time.
-fn in_parallel<T: Send, R: Send>(
+pub(crate) fn in_parallel<T: Send, R: Send>(
     items: impl IntoIterator<Item = T>,
     each: impl Fn(T) -> Result<R, WriteError> + Sync,
 ) -> Result<Vec<R>, WriteError> {
