@@ -11,6 +11,8 @@ use crate::record::{Record, RecordError};
 use crate::row::{self, Generation, Missing, Row};
 use std::io;
 use std::path::PathBuf;
+use std::sync::mpsc;
+use std::thread;
 
 /// The most damaged cells that a report lists for a device.
 const LISTED_MAX: usize = 100;
@@ -510,16 +512,26 @@ impl Parcel {
     }
 }
 
-/// Reads all rows of a generation.
+/// Reads all rows of a generation, each one while that before it is verified.
 pub(crate) fn verify(
     devices: &[Option<Device>],
     parcel: &ParcelId,
     generation: &Generation,
     mut each: impl FnMut(&Row, u64),
 ) {
-    for at in generation.rows.clone() {
-        if let Some(row) = row::read(devices, parcel, generation, at) {
-            each(&row, at);
+    thread::scope(|scope| {
+        let (sender, rows) = mpsc::sync_channel(0);
+        scope.spawn(move || {
+            for at in generation.rows.clone() {
+                let fetched = row::fetch(devices, parcel, generation, at);
+                // Nobody receives it if the other thread panics.
+                if fetched.is_some_and(|fetched| sender.send((at, fetched)).is_err()) {
+                    return;
+                }
+            }
+        });
+        for (at, fetched) in rows {
+            each(&fetched.verify(parcel, generation), at);
         }
-    }
+    });
 }
