@@ -135,18 +135,6 @@ impl Fetched {
     }
 }
 
-/// Reads a row of a generation, and recovers what is missing. Returns `None` if the row cannot have
-/// data.
-pub(crate) fn read(
-    devices: &[Option<Device>],
-    parcel: &ParcelId,
-    generation: &Generation,
-    row: u64,
-) -> Option<Row> {
-    let fetched = fetch(devices, parcel, generation, row)?;
-    Some(fetched.verify(parcel, generation))
-}
-
 /// Calls a function for each item, at the same time.
 fn in_threads<T: Send, R: Send>(mut items: Vec<T>, each: impl Fn(T) -> R + Sync) -> Vec<R> {
     let Some(last) = items.pop() else {
