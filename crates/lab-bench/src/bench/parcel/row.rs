@@ -13,7 +13,8 @@ pub(super) struct ExportRow {
     pub(super) outcome: String,
     /// Bytes written to all devices.
     pub(super) device_bytes: Option<u64>,
-    /// Time to read the image, in one thread, from the cold cache.
+    /// Time to read the image, in one thread, from the cold cache: the less one of two, as the next
+    /// ones.
     pub(super) read_ms: Option<f64>,
     /// Time to write as many bytes as the devices have, and to make them durable.
     pub(super) write_ms: Option<f64>,
