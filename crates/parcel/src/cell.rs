@@ -1,5 +1,6 @@
 //! Cells: the units in which devices are written and read.
 
+use crate::aligned::Aligned;
 use ring::digest::{SHA256, digest};
 
 /// By what cells, chunks and records are smaller than those of the format. The unit tests of this
@@ -90,50 +91,51 @@ impl Name {
 
 /// The content of a cell.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Cell(Box<[u8]>);
+pub struct Cell(Aligned);
 
 impl Cell {
     /// Creates a cell whose body is zeros.
     pub fn new() -> Self {
-        Self(vec![0; CELL_BYTES].into_boxed_slice())
+        Self(Aligned::zeros(CELL_BYTES))
     }
 
     /// Returns all of it, to be written.
     pub fn bytes(&self) -> &[u8] {
-        &self.0
+        self.0.bytes()
     }
 
     /// Returns all of it, to be read into.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.0
+        self.0.bytes_mut()
     }
 
     /// Returns its body.
     pub fn body(&self) -> &[u8] {
-        self.0.get(..BODY_BYTES).unwrap_or_default()
+        self.bytes().get(..BODY_BYTES).unwrap_or_default()
     }
 
     /// Returns its body.
     pub fn body_mut(&mut self) -> &mut [u8] {
-        self.0.get_mut(..BODY_BYTES).unwrap_or_default()
+        self.bytes_mut().get_mut(..BODY_BYTES).unwrap_or_default()
     }
 
     /// Gives it a name and a digest.
     pub fn finish(&mut self, name: &Name) {
-        let (body, trailer) = self.0.split_at_mut(BODY_BYTES);
+        let bytes = self.bytes_mut();
+        let (body, trailer) = bytes.split_at_mut(BODY_BYTES);
         debug_assert_eq!((body.len(), trailer.len()), (BODY_BYTES, TRAILER_BYTES));
         if let Some(place) = trailer.first_chunk_mut() {
             *place = name.encode();
         }
-        let sum = digest(&SHA256, self.0.get(..DIGEST_AT).unwrap_or_default());
-        if let Some(place) = self.0.get_mut(DIGEST_AT..) {
+        let sum = digest(&SHA256, bytes.get(..DIGEST_AT).unwrap_or_default());
+        if let Some(place) = bytes.get_mut(DIGEST_AT..) {
             place.copy_from_slice(sum.as_ref());
         }
     }
 
     /// Returns its name, if its digest is correct.
     pub fn name(&self) -> Option<Name> {
-        let (named, sum) = self.0.split_at_checked(DIGEST_AT)?;
+        let (named, sum) = self.bytes().split_at_checked(DIGEST_AT)?;
         let is_correct = digest(&SHA256, named).as_ref() == sum;
         let name = named.get(BODY_BYTES..)?;
         is_correct.then(|| Name::decode(name)).flatten()

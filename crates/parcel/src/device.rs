@@ -2,11 +2,11 @@
 
 use crate::bisect;
 use crate::cell::{BODY_BYTES, CELL_BYTES, Cell, NAME_BYTES, Name};
-use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use crate::direct::DirectMedium;
 use std::fmt::Debug;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
-use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 /// The number of rows after which a writer syncs all devices. A power cut can damage at most this
@@ -72,33 +72,6 @@ pub(crate) trait Medium: Debug + Send + Sync {
     fn forget(&self) -> io::Result<()>;
     /// Removes the file.
     fn remove(&self, path: &Path) -> io::Result<()>;
-}
-
-impl Medium for File {
-    fn length(&self) -> io::Result<u64> {
-        Ok(self.metadata()?.len())
-    }
-
-    fn read_at(&self, at: u64, bytes: &mut [u8]) -> io::Result<()> {
-        self.read_exact_at(bytes, at)
-    }
-
-    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
-        self.write_all_at(bytes, at)
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        self.sync_data()
-    }
-
-    fn forget(&self) -> io::Result<()> {
-        posix_fadvise(self, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
-        Ok(())
-    }
-
-    fn remove(&self, path: &Path) -> io::Result<()> {
-        fs::remove_file(path)
-    }
 }
 
 /// A medium at its place.
@@ -191,7 +164,7 @@ impl Media for RealMedia {
         };
         Ok(Found {
             path,
-            medium: Box::new(file),
+            medium: Box::new(DirectMedium::of(file, true)),
             is_block: kind.is_block_device(),
             bytes,
         })
@@ -235,7 +208,7 @@ impl Media for RealMedia {
         let bytes = file.seek(SeekFrom::End(0)).map_err(fails)?;
         Ok(Found {
             path,
-            medium: Box::new(file),
+            medium: Box::new(DirectMedium::of(file, writable)),
             is_block: kind.is_block_device(),
             bytes,
         })

@@ -1,6 +1,7 @@
 //! Exports that can be interrupted: what goes into a parcel, and how far it has come, in a folder.
 
 mod check;
+mod chunks;
 mod document;
 mod error;
 mod export;

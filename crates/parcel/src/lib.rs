@@ -6,10 +6,12 @@
 //!
 //! docs/parcel.md describes the format.
 
+mod aligned;
 mod bisect;
 mod cell;
 mod date;
 mod device;
+mod direct;
 mod header;
 mod import;
 mod job;
@@ -20,6 +22,7 @@ mod lives;
 mod log;
 mod parity;
 pub mod plan;
+mod queue;
 mod reader;
 mod record;
 mod report;

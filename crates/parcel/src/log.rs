@@ -70,8 +70,8 @@ impl LogWriter {
     fn copy(&mut self, bytes: &[u8]) -> usize {
         let room = self.plain.get_mut(self.at..).unwrap_or_default();
         let taken = bytes.len().min(room.len());
-        for (to, from) in room.iter_mut().zip(bytes) {
-            *to = *from;
+        if let (Some(room), Some(bytes)) = (room.get_mut(..taken), bytes.get(..taken)) {
+            room.copy_from_slice(bytes);
         }
         self.at += taken;
         taken
@@ -91,9 +91,10 @@ impl LogWriter {
         for (to, from) in self.plain.iter_mut().zip(start) {
             *to = from;
         }
+        // What is left of an earlier one is no part of it.
+        self.plain.get_mut(self.at..).unwrap_or_default().fill(0);
         full(&self.plain)?;
         self.number += 1;
-        self.plain.fill(0);
         self.at = START;
         Ok(())
     }

@@ -29,8 +29,12 @@ pub(crate) fn add(into: &mut [u8], from: &[u8]) {
 
 /// Computes P of the data of a row. Where there is `None`, it is computed with zeros.
 pub(crate) fn p(data: &[Option<&[u8]>], into: &mut [u8]) {
-    into.fill(0);
-    for part in data.iter().flatten() {
+    let mut parts = data.iter().flatten();
+    match parts.next() {
+        Some(first) => into.copy_from_slice(first),
+        None => into.fill(0),
+    }
+    for part in parts {
         add(into, part);
     }
 }

@@ -9,8 +9,11 @@ use crate::layout::{Layout, LayoutError};
 use crate::log::{LogFault, LogReader};
 use crate::record::{Record, RecordError};
 use crate::row::{self, Generation, Missing, Row};
+use std::convert::Infallible;
 use std::io;
 use std::path::PathBuf;
+use std::sync::mpsc;
+use std::thread;
 
 /// The most damaged cells that a report lists for a device.
 const LISTED_MAX: usize = 100;
@@ -475,10 +478,10 @@ impl Parcel {
                 .map(|device| key.of_cells(&self.header.parcel, &generation.nonce, device))
                 .collect::<Result<Vec<_>, _>>()?;
             let mut log = LogReader::default();
-            for at in generation.rows.clone() {
-                let read = row::read(&self.devices, &self.header.parcel, generation, at);
-                let (Some(mut row), Some(roles)) = (read, generation.layout.roles(at)) else {
-                    continue;
+            let parcel = &self.header.parcel;
+            each_row(&self.devices, parcel, generation, |mut row, at| {
+                let Some(roles) = generation.layout.roles(at) else {
+                    return Ok(());
                 };
                 report.note(&row, at);
                 let was = |device: &usize| row.missing.iter().any(|(it, _)| it == device);
@@ -504,22 +507,50 @@ impl Parcel {
                         each(record).map_err(|error| ReadError::User(error.into()))
                     })?;
                 }
-            }
+                Ok::<_, ReadError>(())
+            })?;
         }
         Ok(report)
     }
 }
 
-/// Reads all rows of a generation.
+/// Verifies all rows of a generation.
 pub(crate) fn verify(
     devices: &[Option<Device>],
     parcel: &ParcelId,
     generation: &Generation,
     mut each: impl FnMut(&Row, u64),
 ) {
-    for at in generation.rows.clone() {
-        if let Some(row) = row::read(devices, parcel, generation, at) {
-            each(&row, at);
-        }
+    let all: Result<(), Infallible> = each_row(devices, parcel, generation, |row, at| {
+        each(&row, at);
+        Ok(())
+    });
+    match all {
+        Ok(()) => {}
     }
+}
+
+/// Reads all rows of a generation, each one while that before it is verified and used.
+fn each_row<E>(
+    devices: &[Option<Device>],
+    parcel: &ParcelId,
+    generation: &Generation,
+    mut each: impl FnMut(Row, u64) -> Result<(), E>,
+) -> Result<(), E> {
+    thread::scope(|scope| {
+        let (sender, rows) = mpsc::sync_channel(0);
+        scope.spawn(move || {
+            for at in generation.rows.clone() {
+                let fetched = row::fetch(devices, parcel, generation, at);
+                // Nobody receives it after an error.
+                if fetched.is_some_and(|fetched| sender.send((at, fetched)).is_err()) {
+                    return;
+                }
+            }
+        });
+        for (at, fetched) in rows {
+            each(fetched.verify(parcel, generation), at)?;
+        }
+        Ok(())
+    })
 }

@@ -4,6 +4,9 @@ use crate::cell::SCALE;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::io;
+use zstd::bulk::Compressor;
+use zstd::zstd_safe::compress_bound;
 
 /// Bytes of a chunk; the last one of a disk may be shorter.
 pub const CHUNK_BYTES: usize = (256 << 10) / SCALE;
@@ -39,7 +42,7 @@ pub enum RecordError {
         /// The chunk.
         chunk: u64,
         /// What the library says.
-        error: std::io::Error,
+        error: io::Error,
     },
 }
 
@@ -195,35 +198,68 @@ impl Record {
     }
 }
 
-impl Chunk {
-    fn encode(&self) -> Result<Vec<u8>, RecordError> {
-        let compression = |error| RecordError::Compression {
-            chunk: self.chunk,
-            error,
+/// Encodes chunks one after another: memory for that is needed once.
+#[derive(Default)]
+pub(crate) struct Packer {
+    compressor: Option<Compressor<'static>>,
+    packed: Vec<u8>,
+}
+
+impl Packer {
+    /// Compresses content.
+    fn pack(&mut self, content: &[u8]) -> io::Result<()> {
+        let compressor = match &mut self.compressor {
+            Some(compressor) => compressor,
+            none => none.insert(Compressor::new(ZSTD_LEVEL)?),
         };
-        let is_zero = |content: &[u8]| content.iter().all(|byte| *byte == 0);
-        let content = self.content.as_deref().filter(|content| !is_zero(content));
-        let packed;
+        self.packed.clear();
+        self.packed.reserve(compress_bound(content.len()));
+        compressor.compress_to_buffer(content, &mut self.packed)?;
+        Ok(())
+    }
+
+    /// Returns the record of a chunk without its kind, from the numbers of the guest, the disk and
+    /// the chunk. `None` is a chunk of zeros.
+    pub(crate) fn encode(
+        &mut self,
+        (guest, disk, chunk): (u32, u32, u64),
+        content: Option<&[u8]>,
+    ) -> Result<Vec<u8>, RecordError> {
         let (encoding, content) = match content {
             None => (0_u8, &[][..]),
             Some(content) if content.len() > CHUNK_BYTES => {
                 return Err(RecordError::Contradiction("a chunk is longer than 256 KiB"));
             }
             Some(content) => {
-                packed = zstd::bulk::compress(content, ZSTD_LEVEL).map_err(compression)?;
-                match packed.len() < content.len() {
-                    true => (2, &packed[..]),
+                let packed = self.pack(content);
+                packed.map_err(|error| RecordError::Compression { chunk, error })?;
+                match self.packed.len() < content.len() {
+                    true => (2, &self.packed[..]),
                     false => (1, content),
                 }
             }
         };
         let mut rest = Vec::with_capacity(CHUNK_HEADER_BYTES + content.len());
-        rest.extend(self.guest.to_le_bytes());
-        rest.extend(self.disk.to_le_bytes());
-        rest.extend(self.chunk.to_le_bytes());
+        rest.extend(guest.to_le_bytes());
+        rest.extend(disk.to_le_bytes());
+        rest.extend(chunk.to_le_bytes());
         rest.extend([encoding, 0, 0, 0]);
         rest.extend(content);
         Ok(rest)
+    }
+}
+
+/// Returns whether all bytes are zero; many at a time.
+pub(crate) fn is_zero(content: &[u8]) -> bool {
+    let mut parts = content.chunks(64);
+    parts.all(|part| part.iter().fold(0, |bits, byte| bits | byte) == 0)
+}
+
+impl Chunk {
+    fn encode(&self) -> Result<Vec<u8>, RecordError> {
+        let content = self.content.as_deref();
+        let content = content.filter(|content| !is_zero(content));
+        Packer::default().encode((self.guest, self.disk, self.chunk), content)
     }
 
     fn decode(rest: &[u8]) -> Result<Self, RecordError> {

@@ -53,25 +53,40 @@ pub(crate) fn name(
     }
 }
 
-/// Reads a cell, which must have this name.
-pub(crate) fn read_cell(device: Option<&Device>, expected: &Name) -> Result<Cell, Missing> {
+/// Reads the cell of a row.
+fn fetch_cell(device: Option<&Device>, row: u64) -> Result<Cell, Missing> {
     let device = device.ok_or(Missing::Device)?;
     let mut cell = Cell::new();
-    match device.read(expected.row, &mut cell) {
-        Ok(true) if cell.name().as_ref() == Some(expected) => Ok(cell),
-        Ok(_) => Err(Missing::Damaged),
+    match device.read(row, &mut cell) {
+        Ok(true) => Ok(cell),
+        Ok(false) => Err(Missing::Damaged),
         Err(error) => Err(Missing::Unreadable(error.to_string())),
     }
 }
 
-/// Reads a row of a generation, and recovers what is missing. Returns `None` if the row cannot have
-/// data.
-pub(crate) fn read(
+/// Reads a cell, which must have this name.
+pub(crate) fn read_cell(device: Option<&Device>, expected: &Name) -> Result<Cell, Missing> {
+    let cell = fetch_cell(device, expected.row)?;
+    match cell.name().as_ref() == Some(expected) {
+        true => Ok(cell),
+        false => Err(Missing::Damaged),
+    }
+}
+
+/// The cells of a row as they were read: they may be of any content.
+pub(crate) struct Fetched {
+    roles: Roles,
+    /// Those of data, and then those of parity.
+    cells: Vec<(usize, Name, Result<Cell, Missing>)>,
+}
+
+/// Reads a row of a generation. Returns `None` if the row cannot have data.
+pub(crate) fn fetch(
     devices: &[Option<Device>],
     parcel: &ParcelId,
     generation: &Generation,
     row: u64,
-) -> Option<Row> {
+) -> Option<Fetched> {
     let roles = generation.layout.roles(row)?;
     let places = |numbers: &[usize], kind| -> Vec<(usize, Name)> {
         let each = numbers.iter().copied();
@@ -80,35 +95,65 @@ pub(crate) fn read(
     };
     let mut all = places(&roles.data, Kind::Data);
     all.extend(places(&roles.parity, Kind::Parity));
-    let read = |(number, name): &(usize, Name)| {
-        let device = devices.get(*number).and_then(Option::as_ref);
-        read_cell(device, name)
-    };
-    let cells: Vec<Result<Cell, Missing>> = thread::scope(|scope| {
-        let readers: Vec<_> = all
-            .iter()
-            .map(|place| scope.spawn(|| read(place)))
-            .collect();
-        let joined = readers.into_iter().map(|reader| reader.join());
-        joined
-            .map(|cell| cell.unwrap_or(Err(Missing::Damaged)))
-            .collect()
+    let cells = in_threads(all, |(number, name)| {
+        let device = devices.get(number).and_then(Option::as_ref);
+        (number, name, fetch_cell(device, row))
     });
-    let numbers = all.iter().map(|(number, _)| *number);
-    let missing = numbers.zip(&cells).filter_map(|(number, cell)| {
-        let reason = cell.as_ref().err()?;
-        Some((number, reason.clone()))
-    });
-    let missing = missing.collect();
-    let mut data: Vec<Option<Cell>> = cells.into_iter().map(Result::ok).collect();
-    let parity = data.split_off(roles.data.len());
-    for (at, mut cell) in recover(&data, &parity) {
-        if let (Some(number), Some(place)) = (roles.data.get(at), data.get_mut(at)) {
-            cell.finish(&name(parcel, generation, (row, *number), Kind::Data));
-            *place = Some(cell);
+    Some(Fetched { roles, cells })
+}
+
+impl Fetched {
+    /// Verifies the cells, and recovers what is missing.
+    pub(crate) fn verify(self, parcel: &ParcelId, generation: &Generation) -> Row {
+        let cells = in_threads(self.cells, |(number, expected, cell)| {
+            let valid = cell.and_then(|cell| match cell.name().as_ref() == Some(&expected) {
+                true => Ok(cell),
+                false => Err(Missing::Damaged),
+            });
+            (number, expected.row, valid)
+        });
+        let (mut data, mut missing) = (Vec::new(), Vec::new());
+        let mut at_row = 0;
+        for (number, row, cell) in cells {
+            at_row = row;
+            match cell {
+                Ok(cell) => data.push(Some(cell)),
+                Err(reason) => {
+                    data.push(None);
+                    missing.push((number, reason));
+                }
+            }
         }
+        let parity = data.split_off(self.roles.data.len());
+        for (at, mut cell) in recover(&data, &parity) {
+            if let (Some(number), Some(place)) = (self.roles.data.get(at), data.get_mut(at)) {
+                cell.finish(&name(parcel, generation, (at_row, *number), Kind::Data));
+                *place = Some(cell);
+            }
+        }
+        Row { data, missing }
     }
-    Some(Row { data, missing })
+}
+
+/// Calls a function for each item, at the same time.
+fn in_threads<T: Send, R: Send>(mut items: Vec<T>, each: impl Fn(T) -> R + Sync) -> Vec<R> {
+    let Some(last) = items.pop() else {
+        return Vec::new();
+    };
+    let each = &each;
+    thread::scope(|scope| {
+        let threads = items
+            .into_iter()
+            .map(|item| scope.spawn(move || each(item)));
+        let threads: Vec<_> = threads.collect();
+        // This thread does a part of it.
+        let last = each(last);
+        let joined = threads.into_iter().map(|thread| {
+            let done = thread.join();
+            done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        joined.chain([last]).collect()
+    })
 }
 
 /// Recovers missing data cells from parity, if enough is there. They have no names yet.
@@ -146,17 +191,4 @@ fn recover(data: &[Option<Cell>], parity: &[Option<Cell>]) -> Vec<(usize, Cell)>
         }
         _ => Vec::new(),
     }
-}
-
-/// Computes the parity cells of a row.
-pub(crate) fn parity(data: &[Cell], roles: &Roles) -> Vec<Cell> {
-    let bodies: Vec<Option<&[u8]>> = data.iter().map(|cell| Some(cell.body())).collect();
-    let compute = [parity::p, parity::q];
-    let each = compute.iter().take(roles.parity.len());
-    each.map(|compute| {
-        let mut cell = Cell::new();
-        compute(&bodies, cell.body_mut());
-        cell
-    })
-    .collect()
 }

@@ -4,8 +4,10 @@ use crate::cell::{Cell, Kind};
 use crate::device::{Device, DeviceError, SYNC_ROWS};
 use crate::header::{Bytes16, Earlier, GENERATIONS_MAX, Header, HeaderError, ParcelId, check_name};
 use crate::key::{CellKey, DataKey, Fingerprint, KeyError};
-use crate::layout::{Layout, LayoutError};
+use crate::layout::{Layout, LayoutError, Roles};
 use crate::log::LogWriter;
+use crate::parity;
+use crate::queue::{self, Queue, Ready};
 use crate::reader::{self, OpenError, Parcel, Report};
 use crate::record::{Record, RecordError};
 use crate::row::{self, Generation};
@@ -13,7 +15,7 @@ use ring::hmac;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 
 /// Why a parcel cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +52,9 @@ pub enum WriteError {
         #[source]
         error: io::Error,
     },
+    /// A device could not be written or synced before, and what it has is not known.
+    #[error("the parcel could not be written before: open it again")]
+    Failed,
     /// The key is that of another parcel.
     #[error("this key has the fingerprint {given}, and the parcel needs {needed}")]
     OtherKey {
@@ -110,7 +115,7 @@ fn random() -> Result<Bytes16, KeyError> {
 
 /// Writes a generation of a parcel.
 pub struct Writer {
-    devices: Vec<Device>,
+    queue: Queue,
     header: Header,
     generation: Generation,
     keys: Vec<CellKey>,
@@ -118,6 +123,8 @@ pub struct Writer {
     log: LogWriter,
     /// The data cells of the next row, not encrypted.
     pending: Vec<Cell>,
+    /// Cells that are written, and are used again.
+    spare: Vec<Cell>,
     row: u64,
     synced: u64,
     durable: Position,
@@ -142,7 +149,7 @@ impl Writer {
         match writer.begin() {
             Ok(()) => Ok(writer),
             Err(error) => {
-                writer.devices.iter().for_each(Device::remove);
+                writer.queue.devices().iter().for_each(Device::remove);
                 Err(error)
             }
         }
@@ -257,12 +264,13 @@ impl Writer {
             rows: header.row + 1..header.row + 1,
         };
         Ok(Self {
-            devices,
+            queue: Queue::of(devices),
             generation,
             keys,
             header_key: key.of_headers(&header.parcel)?,
             log: LogWriter::new(),
             pending: Vec::new(),
+            spare: Vec::new(),
             row: header.row + 1,
             synced: header.row,
             durable: Position {
@@ -293,7 +301,8 @@ impl Writer {
     /// Returns the paths of its devices.
     pub fn paths(&self) -> Vec<PathBuf> {
         let paths = self
-            .devices
+            .queue
+            .devices()
             .iter()
             .map(|device| device.path().to_path_buf());
         paths.collect()
@@ -328,34 +337,14 @@ impl Writer {
             };
             cells.push((device, header.encode(&self.header_key)?));
         }
-        self.write_cells(header.row, &cells)?;
+        queue::write_cells(self.queue.devices(), header.row, &cells)?;
         self.row = header.row + 1;
         Ok(())
     }
 
-    /// Writes cells of a row, those of different devices at the same time.
-    fn write_cells(&self, row: u64, cells: &[(usize, Cell)]) -> Result<(), WriteError> {
-        let write = |(number, cell): &(usize, Cell)| {
-            let device = self.devices.get(*number).ok_or(WriteError::Full)?;
-            device.write(row, cell).map_err(|error| WriteError::Io {
-                device: *number,
-                path: device.path().to_path_buf(),
-                error,
-            })
-        };
-        in_parallel(cells, write)?;
-        Ok(())
-    }
-
+    /// Writes all complete rows, and syncs all devices.
     fn sync_devices(&mut self) -> Result<(), WriteError> {
-        let devices: Vec<(usize, &Device)> = self.devices.iter().enumerate().collect();
-        in_parallel(&devices, |(number, device)| {
-            device.sync().map_err(|error| WriteError::Io {
-                device: *number,
-                path: device.path().to_path_buf(),
-                error,
-            })
-        })?;
+        self.queue.sync(&mut self.spare)?;
         self.synced = self.row;
         Ok(())
     }
@@ -363,8 +352,8 @@ impl Writer {
     /// Appends a record. It is durable after the next [`sync`](Self::sync).
     ///
     /// # Errors
-    /// When the devices are full, or cannot be written. Then the parcel can be continued from the
-    /// last position.
+    /// When the devices are full, or cannot be written; perhaps only the call after that says so.
+    /// Then the parcel can be continued from the last position.
     pub fn put(&mut self, record: &Record) -> Result<(), WriteError> {
         let (kind, rest) = record.encode()?;
         self.put_encoded(kind, &rest)
@@ -376,8 +365,9 @@ impl Writer {
     /// As [`put`](Self::put).
     pub fn put_encoded(&mut self, kind: u8, rest: &[u8]) -> Result<(), WriteError> {
         let mut full = Vec::new();
+        let spare = &mut self.spare;
         self.log.push((kind, rest), |plain| {
-            full.push(cell_of(plain));
+            full.push(cell_of(plain, spare));
             Ok::<_, WriteError>(())
         })?;
         for cell in full {
@@ -386,7 +376,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Adds a data cell to the next row, and writes the row if it is complete.
+    /// Adds a data cell to the next row. If the row is complete, it is encrypted, and written after
+    /// those before it.
     fn add(&mut self, cell: Cell) -> Result<(), WriteError> {
         self.pending.push(cell);
         let roles = self.generation.layout.roles(self.row);
@@ -398,36 +389,53 @@ impl Writer {
             return Ok(());
         }
         self.begin()?;
+        let data = std::mem::take(&mut self.pending);
+        let parity = (0..roles.parity.len()).map(|_| self.spare.pop().unwrap_or_default());
+        let parity = parity.collect();
+        let cells = self.complete(&roles, data, parity)?;
         let row = self.row;
-        let name =
-            |device, kind| row::name(&self.header.parcel, &self.generation, (row, device), kind);
-        let plain: Vec<(usize, Cell)> = roles
-            .data
-            .iter()
-            .copied()
-            .zip(std::mem::take(&mut self.pending))
-            .collect();
-        let data = in_parallel(&plain, |(device, cell)| {
-            let name = name(*device, Kind::Data);
-            let mut cell = cell.clone();
-            let key = self.keys.get(*device).ok_or(WriteError::Full)?;
-            key.seal(&name, cell.body_mut())?;
-            cell.finish(&name);
-            Ok::<_, WriteError>(cell)
-        })?;
-        let mut parity = row::parity(&data, &roles);
-        for (cell, device) in parity.iter_mut().zip(&roles.parity) {
-            cell.finish(&name(*device, Kind::Parity));
-        }
-        let places = roles.data.iter().chain(&roles.parity).copied();
-        let cells: Vec<(usize, Cell)> = places.zip(data.into_iter().chain(parity)).collect();
-        self.write_cells(row, &cells)?;
         self.row += 1;
         self.generation.rows.end = self.row;
-        if self.row - self.synced >= SYNC_ROWS {
-            self.sync_devices()?;
+        let syncs = self.row - self.synced >= SYNC_ROWS;
+        if syncs {
+            // Nothing is written until it is done.
+            self.synced = self.row;
         }
-        Ok(())
+        let ready = Ready { row, cells, syncs };
+        self.queue.push(ready, &mut self.spare)
+    }
+
+    /// Encrypts the data cells of the next row, and computes the parity cells.
+    fn complete(
+        &self,
+        roles: &Roles,
+        data: Vec<Cell>,
+        parity: Vec<Cell>,
+    ) -> Result<Vec<(usize, Cell)>, WriteError> {
+        let (row, parcel, generation) = (self.row, &self.header.parcel, &self.generation);
+        let name = |device, kind| row::name(parcel, generation, (row, device), kind);
+        let keys = &self.keys;
+        let mut data: Vec<(usize, Cell)> = roles.data.iter().copied().zip(data).collect();
+        in_parallel(&mut data, |(device, cell)| {
+            let name = name(*device, Kind::Data);
+            let key = keys.get(*device).ok_or(WriteError::Full)?;
+            key.seal(&name, cell.body_mut())?;
+            cell.finish(&name);
+            Ok(())
+        })?;
+        let mut parity: Vec<(usize, Cell)> = roles.parity.iter().copied().zip(parity).collect();
+        let bodies: Vec<Option<&[u8]>> = data.iter().map(|(_, cell)| Some(cell.body())).collect();
+        let compute = [parity::p, parity::q];
+        in_parallel(
+            parity.iter_mut().zip(compute),
+            |((device, cell), compute)| {
+                compute(&bodies, cell.body_mut());
+                cell.finish(&name(*device, Kind::Parity));
+                Ok(())
+            },
+        )?;
+        data.extend(parity);
+        Ok(data)
     }
 
     /// Makes everything durable that was put. The rest of the last row stays empty.
@@ -435,23 +443,15 @@ impl Writer {
     /// # Errors
     /// When the devices are full, or cannot be written.
     pub fn sync(&mut self) -> Result<Position, WriteError> {
-        let mut last = None;
-        if !self.log.is_empty() {
+        // The rest of the last row has no records.
+        while !self.log.is_empty() || !self.pending.is_empty() {
+            let mut last = None;
+            let spare = &mut self.spare;
             self.log.finish(|plain| {
-                last = Some(cell_of(plain));
+                last = Some(cell_of(plain, spare));
                 Ok::<_, WriteError>(())
             })?;
-        }
-        if let Some(cell) = last {
-            self.add(cell)?;
-        }
-        while !self.pending.is_empty() {
-            let mut empty = None;
-            self.log.finish(|plain| {
-                empty = Some(cell_of(plain));
-                Ok::<_, WriteError>(())
-            })?;
-            self.add(empty.unwrap_or_default())?;
+            self.add(last.unwrap_or_default())?;
         }
         if self.is_begun {
             self.sync_devices()?;
@@ -482,12 +482,12 @@ impl Writer {
             header.row = self.row;
         }
         header.sealed = true;
-        let sealed = Parcel::of(self.devices, header.clone())?;
+        let sealed = Parcel::of(self.queue.take_devices(), header.clone())?;
         let report = sealed.verify_rows(progress);
         if !report.is_clean() {
             return Err(WriteError::Damaged(Box::new(report)));
         }
-        self.devices = sealed.into_devices();
+        self.queue = Queue::of(sealed.into_devices());
         self.write_header(&header)?;
         self.sync_devices()?;
         self.forget()?;
@@ -495,7 +495,7 @@ impl Writer {
             header: header.row,
             end: header.row + 1,
         };
-        let sealed = Parcel::of(self.devices, header)?;
+        let sealed = Parcel::of(self.queue.take_devices(), header)?;
         let mut report = Report::default();
         sealed.verify_header(&mut report);
         match report.is_clean() {
@@ -506,7 +506,7 @@ impl Writer {
 
     /// Lets what is read next come from the devices.
     fn forget(&self) -> Result<(), WriteError> {
-        for (number, device) in self.devices.iter().enumerate() {
+        for (number, device) in self.queue.devices().iter().enumerate() {
             device.forget().map_err(io_of(number, device))?;
         }
         Ok(())
@@ -539,7 +539,7 @@ fn first_header(
     })
 }
 
-fn io_of(number: usize, device: &Device) -> impl Fn(io::Error) -> WriteError {
+pub(crate) fn io_of(number: usize, device: &Device) -> impl Fn(io::Error) -> WriteError {
     let path = device.path().to_path_buf();
     move |error| WriteError::Io {
         device: number,
@@ -570,30 +570,39 @@ fn is_as_it_was(
     Ok(true)
 }
 
-fn cell_of(plain: &[u8]) -> Cell {
-    let mut cell = Cell::new();
-    for (to, from) in cell.body_mut().iter_mut().zip(plain) {
-        *to = *from;
-    }
+/// Returns a cell with a plaintext, in the memory of a spare one if there is one.
+fn cell_of(plain: &[u8], spare: &mut Vec<Cell>) -> Cell {
+    let mut cell = spare.pop().unwrap_or_default();
+    let body = cell.body_mut().get_mut(..plain.len());
+    body.unwrap_or_default().copy_from_slice(plain);
     cell
 }
 
+/// Waits for a thread. One that panics says so itself.
+fn joined<R>(thread: ScopedJoinHandle<'_, R>) -> R {
+    let done = thread.join();
+    done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
 /// Calls a function for each item, at the same time.
-fn in_parallel<T: Sync, R: Send>(
-    items: &[T],
-    each: impl Fn(&T) -> Result<R, WriteError> + Sync,
+pub(crate) fn in_parallel<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    each: impl Fn(T) -> Result<R, WriteError> + Sync,
 ) -> Result<Vec<R>, WriteError> {
+    let mut items: Vec<T> = items.into_iter().collect();
+    let Some(last) = items.pop() else {
+        return Ok(Vec::new());
+    };
     let each = &each;
     thread::scope(|scope| {
-        let threads: Vec<_> = items
-            .iter()
-            .map(|item| scope.spawn(move || each(item)))
-            .collect();
-        let joined: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
-        // A thread that panics says so itself.
-        joined
+        let threads = items
             .into_iter()
-            .map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
+            .map(|item| scope.spawn(move || each(item)));
+        let threads: Vec<_> = threads.collect();
+        // This thread does a part of it.
+        let last = each(last);
+        let mut all: Vec<Result<R, WriteError>> = threads.into_iter().map(joined).collect();
+        all.push(last);
+        all.into_iter().collect()
     })
 }

@@ -1,84 +1,25 @@
 //! Exports a guest's disks: as they are when they are read, or at a moment.
 
+use super::chunks::{self, Content, Read, ReadOrRecord, Reading};
 use super::document::{KnownDisk, KnownGuest, Next};
 use super::error::{JobError, io_at};
 use super::moment::{self, Moment};
-use super::rests::Rests;
 use super::setup::record_of;
 use super::{Job, Step};
-use crate::record::{CHUNK_BYTES, Chunk, Record, RecordError, Version, VersionDisk};
+use crate::record::{CHUNK_BYTES, Record, Version, VersionDisk};
 use crate::tree::{Before, Tree};
 use crate::writer::Writer;
-use longhaul_storage::disk::{Disk as _, RawDisk};
+use longhaul_storage::disk::RawDisk;
 use longhaul_storage::front::tracking::{Checkpoint, CheckpointError};
-use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use std::cmp::Ordering;
 use std::fs;
 use std::io;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
-use std::sync::mpsc::{self, SyncSender};
 use std::thread;
 use std::time::Instant;
 
-/// Chunks that are read and compressed at the same time.
-const BATCH: u64 = 16;
-/// Batches that are read and compressed while earlier ones are written: as many as are read while
-/// devices make rows durable.
-const BATCHES_AHEAD: usize = 8;
 /// Moments that may be lost in one run. After that the guest is exported as it is.
 const MOMENTS: usize = 3;
-
-/// Where the content of a disk is read.
-enum Content<'a> {
-    /// As it is.
-    Disk(RawDisk),
-    /// As it was at a moment; the version before has this many bytes.
-    Moment(&'a mut Checkpoint, u64),
-}
-
-impl Content<'_> {
-    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
-        match self {
-            Self::Disk(disk) => disk.read(offset, buffer),
-            Self::Moment(checkpoint, _) => checkpoint.read(offset, buffer),
-        }
-    }
-
-    /// Returns whether bytes are known to be those of the version before.
-    fn is_unchanged(&self, bytes: &Range<u64>) -> bool {
-        match self {
-            Self::Disk(_) => false,
-            // The last chunk of an image that has grown is longer now, also if nothing was written
-            // to it.
-            Self::Moment(checkpoint, had) => bytes.end <= *had && !checkpoint.has_changed(bytes),
-        }
-    }
-
-    /// Returns whether a guest may be writing, which is to go on as before.
-    fn is_in_use(&self) -> bool {
-        matches!(self, Self::Moment(..))
-    }
-
-    /// Says that these bytes will be read soon.
-    fn prefetch(&self, bytes: &Range<u64>) {
-        if let Self::Disk(disk) = self {
-            let (from, length) = (bytes.start as i64, (bytes.end - bytes.start) as i64);
-            let advice = PosixFadviseAdvice::POSIX_FADV_WILLNEED;
-            // The advice only saves time: the bytes are also read if it fails.
-            let _ = posix_fadvise(disk.file(), from, length, advice);
-        }
-    }
-
-    /// Confirms what was read before this byte.
-    fn copied(&mut self, to: u64) -> Result<(), CheckpointError> {
-        match self {
-            Self::Disk(_) => Ok(()),
-            Self::Moment(checkpoint, _) => checkpoint.copied(to),
-        }
-    }
-}
 
 /// Why a guest was not exported.
 enum Failure {
@@ -215,11 +156,7 @@ impl Job {
         let mut trees = Vec::new();
         for (at, known) in guest.disks.iter().enumerate() {
             let checkpoint = moment.as_mut().and_then(|it| it.checkpoints.get_mut(at));
-            let content = match checkpoint {
-                Some(checkpoint) => Content::Moment(checkpoint, known.version_bytes),
-                None => Content::Disk(RawDisk::open_to_read(&known.disk.path)?),
-            };
-            let digest = self.export_disk(writer, (number, at), (known, content), progress)?;
+            let digest = self.export_disk(writer, (number, at), (known, checkpoint), progress)?;
             trees.push(VersionDisk {
                 disk: at as u32,
                 digest,
@@ -261,34 +198,42 @@ impl Job {
         &mut self,
         writer: &mut Writer,
         (number, at): (usize, usize),
-        (known, content): (&KnownDisk, Content<'_>),
+        (known, checkpoint): (&KnownDisk, Option<&mut Checkpoint>),
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<String, Failure> {
         let path = self.digests((number, at), self.document.version);
         let mut tree = Tree::open(&path).map_err(io_at(&path))?;
         let before = self.digests((number, at), self.document.version - 1);
-        let before = Before::open(&before).map_err(io_at(&before))?;
         let (fails, fails_tree) = (io_at(&known.disk.path), io_at(&path));
         let all = known.bytes;
-        let chunks = all.div_ceil(CHUNK_BYTES as u64);
+        let count = all.div_ceil(CHUNK_BYTES as u64);
         // A disk that is complete is not read again.
         let mut chunk = match at.cmp(&self.document.next.disk) {
-            Ordering::Less => chunks,
+            Ordering::Less => count,
             Ordering::Equal => self.document.next.chunk,
             Ordering::Greater => 0,
         };
         tree.cut(chunk).map_err(&fails_tree)?;
-        let reading = Reading {
-            content,
-            disk: (number as u32, at as u32),
-            bytes: all,
-            before,
-        };
+        let mut contents = Vec::new();
+        match checkpoint {
+            Some(checkpoint) => contents.push(Content::Moment(checkpoint, known.version_bytes)),
+            None => {
+                for _ in 0..chunks::threads() {
+                    let disk = RawDisk::open_to_read(&known.disk.path)?;
+                    contents.push(Content::of_disk(disk));
+                }
+            }
+        }
+        let mut readings = Vec::new();
+        for content in contents {
+            let before = Before::open(&before).map_err(io_at(&before))?;
+            let disk = ((number as u32, at as u32), all);
+            readings.push(Reading::new(content, disk, before));
+        }
         let mut saved = Instant::now();
         thread::scope(|scope| {
-            let (sender, batches) = mpsc::sync_channel(BATCHES_AHEAD);
-            // If this function returns early, nobody receives, and the thread ends.
-            scope.spawn(move || reading.send_all(chunk..chunks, &sender));
+            // If this function returns early, the batches are dropped.
+            let batches = chunks::read_all(scope, readings, &(chunk..count));
             for batch in batches {
                 let batch = batch.map_err(&fails_tree)?;
                 if let Err(error) = batch.copied {
@@ -316,7 +261,7 @@ impl Job {
                     done: (chunk * CHUNK_BYTES as u64).min(all),
                     all,
                 });
-                if saved.elapsed() >= self.durable_every || chunk == chunks {
+                if saved.elapsed() >= self.durable_every || chunk == count {
                     self.note((number, at, chunk), &tree, &path, writer)?;
                     saved = Instant::now();
                 }
@@ -398,140 +343,4 @@ fn remove(path: &PathBuf) -> Result<(), JobError> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io_at(path)(error)),
         _ => Ok(()),
     }
-}
-
-/// Why a chunk cannot be exported.
-enum ReadOrRecord {
-    Read(io::Error),
-    Record(RecordError),
-}
-
-/// A chunk of a disk.
-enum Read {
-    /// It is that of the version before, and was not read.
-    Unchanged([u8; 32]),
-    /// The kind of the record, its bytes, and the digest of the chunk.
-    Encoded(u8, Vec<u8>, [u8; 32]),
-}
-
-/// What became of a chunk.
-type Encoding = Result<Read, ReadOrRecord>;
-
-/// Chunks that were read.
-struct Batch {
-    /// The number of the chunk behind them.
-    end: u64,
-    /// Each with its digest in the version before.
-    chunks: Vec<(Encoding, Option<[u8; 32]>)>,
-    /// Whether they are of the moment.
-    copied: Result<(), CheckpointError>,
-}
-
-/// Reads a disk.
-struct Reading<'a> {
-    content: Content<'a>,
-    /// The numbers of the guest and the disk.
-    disk: (u32, u32),
-    bytes: u64,
-    before: Before,
-}
-
-impl Reading<'_> {
-    /// Reads and encodes chunks until all are sent, or one batch is not of the moment, or nobody
-    /// receives them.
-    fn send_all(mut self, chunks: Range<u64>, batches: &SyncSender<io::Result<Batch>>) {
-        let mut chunk = chunks.start;
-        let mut rests = Rests::begin();
-        while chunk < chunks.end {
-            let end = (chunk + BATCH).min(chunks.end);
-            let batch = self.batch(chunk..end);
-            if self.content.is_in_use() {
-                rests.take();
-            }
-            let is_last = !matches!(&batch, Ok(Batch { copied: Ok(()), .. }));
-            if batches.send(batch).is_err() || is_last {
-                return;
-            }
-            chunk = end;
-        }
-    }
-
-    fn batch(&mut self, chunks: Range<u64>) -> io::Result<Batch> {
-        let end = self.bytes.min(chunks.end * CHUNK_BYTES as u64);
-        let next = self.bytes.min(end + BATCH * CHUNK_BYTES as u64);
-        self.content.prefetch(&(end..next));
-        let old = self.before.digests(chunks.clone())?;
-        let threads = match self.content.is_in_use() {
-            true => 1,
-            false => thread::available_parallelism().map_or(1, usize::from),
-        };
-        let content = (&self.content, self.bytes);
-        let read = encode(content, self.disk, (chunks.start, &old), threads);
-        Ok(Batch {
-            end: chunks.end,
-            chunks: read.into_iter().zip(old).collect(),
-            copied: self.content.copied(end),
-        })
-    }
-}
-
-/// Returns whether all bytes are zero; many at a time.
-fn is_zero(content: &[u8]) -> bool {
-    let mut parts = content.chunks(64);
-    parts.all(|part| part.iter().fold(0, |bits, byte| bits | byte) == 0)
-}
-
-/// Returns the digest of a whole chunk of zeros.
-fn digest_of_zeros() -> [u8; 32] {
-    static DIGEST: OnceLock<[u8; 32]> = OnceLock::new();
-    *DIGEST.get_or_init(|| Tree::of_chunk(&[0; CHUNK_BYTES]))
-}
-
-/// Reads and encodes chunks of a disk, from the given one on, in this number of threads. `old` has
-/// their digests in the version before.
-fn encode(
-    (disk, bytes): (&Content<'_>, u64),
-    (guest, number): (u32, u32),
-    (first, old): (u64, &[Option<[u8; 32]>]),
-    threads: usize,
-) -> Vec<Encoding> {
-    let one = |(chunk, old): (u64, &Option<[u8; 32]>)| {
-        let from = chunk * CHUNK_BYTES as u64;
-        let length = (bytes - from).min(CHUNK_BYTES as u64);
-        if let Some(old) = old
-            && disk.is_unchanged(&(from..from + length))
-        {
-            return Ok(Read::Unchanged(*old));
-        }
-        let mut content = vec![0; length as usize];
-        disk.read(from, &mut content).map_err(ReadOrRecord::Read)?;
-        let zeros = content.len() == CHUNK_BYTES && is_zero(&content);
-        let (digest, content) = match zeros {
-            true => (digest_of_zeros(), None),
-            false => (Tree::of_chunk(&content), Some(content)),
-        };
-        let record = Record::Chunk(Chunk {
-            guest,
-            disk: number,
-            chunk,
-            content,
-        });
-        let (kind, rest) = record.encode().map_err(ReadOrRecord::Record)?;
-        Ok(Read::Encoded(kind, rest, digest))
-    };
-    let each = old.len().div_ceil(threads).max(1);
-    let one = &one;
-    thread::scope(|scope| {
-        let parts: Vec<_> = (first..)
-            .step_by(each)
-            .zip(old.chunks(each))
-            .map(|(from, part)| {
-                scope.spawn(move || (from..).zip(part).map(one).collect::<Vec<_>>())
-            })
-            .collect();
-        let joined = parts.into_iter().map(|part| part.join());
-        joined
-            .flat_map(|part| part.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    })
 }

@@ -141,6 +141,7 @@ mod tests {
             device_bytes: Some(500_000_000),
             read_ms: Some(read),
             write_ms: Some(write),
+            both_ms: None,
             export_ms: Some(export),
             seal_ms: Some(1000.0),
             export_cpu_s: None,
@@ -150,6 +151,7 @@ mod tests {
             export_bytes_per_s: None,
             sealed_bytes_per_s: None,
             export_vs_slower: None,
+            export_vs_both: None,
         };
         row.compute();
         row

@@ -13,10 +13,13 @@ pub(super) struct ExportRow {
     pub(super) outcome: String,
     /// Bytes written to all devices.
     pub(super) device_bytes: Option<u64>,
-    /// Time to read the image, in one thread, from the cold cache.
+    /// Time to read the image, in one thread, from the cold cache: the less one of two, as the next
+    /// ones.
     pub(super) read_ms: Option<f64>,
     /// Time to write as many bytes as the devices have, and to make them durable.
     pub(super) write_ms: Option<f64>,
+    /// Time to do both at the same time, as an export does: here all is on one disk.
+    pub(super) both_ms: Option<f64>,
     /// Time of the export until all of it is durable.
     pub(super) export_ms: Option<f64>,
     /// Time to read it back, and to write the seal.
@@ -36,6 +39,8 @@ pub(super) struct ExportRow {
     /// The rate of the export relative to the slower of reading and writing, all in bytes of the
     /// image.
     pub(super) export_vs_slower: Option<f64>,
+    /// The same relative to reading and writing at the same time.
+    pub(super) export_vs_both: Option<f64>,
 }
 
 /// The parameters of an export.
@@ -138,6 +143,8 @@ impl ExportRow {
             .export_bytes_per_s
             .zip(slower)
             .map(|(own, it)| own / it);
+        let both = self.both_ms.zip(self.export_ms);
+        self.export_vs_both = both.map(|(both, own)| both / own.max(0.001));
     }
 
     /// Returns it as one line.
@@ -146,7 +153,7 @@ impl ExportRow {
         format!(
             "export to {} devices, repeat {}: {} of the image, {} with the seal; reading {}, \
              writing what the devices have {} of the image ({} of devices), {} of the slower, {} \
-             of processors",
+             of both at the same time, {} of processors",
             self.parameters.devices,
             self.repeat,
             rate(self.export_bytes_per_s),
@@ -155,6 +162,7 @@ impl ExportRow {
             rate(self.write_image_bytes_per_s),
             rate(self.device_write_bytes_per_s),
             share(self.export_vs_slower),
+            share(self.export_vs_both),
             number(self.export_cpu_s, "s"),
         )
     }
