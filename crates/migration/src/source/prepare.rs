@@ -10,7 +10,7 @@ use crate::limits::shared_dedup::Gang;
 use crate::source::Source;
 use crate::source::arbiter::{self, Agreed, agree};
 use crate::source::attempt::{SourceAttempt, Task};
-use crate::source::candidate::{Candidate, candidate};
+use crate::source::candidate::{Candidate, candidate, is_paused};
 use crate::source::checks::{self, Examined};
 use crate::source::companion::{About, Companions};
 use crate::source::connect::{self, OFFER_WITHIN, Session};
@@ -20,7 +20,7 @@ use crate::source::local_disks::{self, Known, may_be_left};
 use crate::source::memory_strategy::{check_keeping, follows_by, of_memory, too_old_to_follow};
 use crate::source::plan;
 use crate::source::prediction::Look;
-use crate::source::qemu::SourceQemu;
+use crate::source::qemu::{SourceQemu, SourceQemuError};
 use crate::source::recovered::RecoveredSource;
 use crate::source::sample;
 use crate::source::sender::{Encoding, Sending};
@@ -36,6 +36,7 @@ use longhaul_attempt::source::Config;
 use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record, Terms};
 use longhaul_engine::source::{Source as Engine, SourceError};
+use longhaul_hypervisor::memory::OutgoingError;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::message::{
@@ -509,13 +510,16 @@ impl Preparing {
         self.entry
             .report_with(|report| report.guest_rates.before = before);
         let watched = companions.started(outbound, &sending, offer.verify).await;
-        let started = match watched {
-            Ok(()) => outbound
-                .start(slow_at_most)
-                .await
-                .map_err(|error| error.into_api()),
-            Err(error) => Err(error),
+        let starts = async {
+            watched?;
+            // The destination was told that it runs, and would let it run.
+            if !offer.paused && is_paused(outbound.qmp()).await? {
+                return Err(SourceQemuError::from(OutgoingError::Paused).into_api());
+            }
+            let started = outbound.start(slow_at_most).await;
+            started.map_err(SourceQemuError::into_api)
         };
+        let started = starts.await;
         if let Err(error) = started {
             withdraw(&mut session, "the source's QEMU cannot begin").await;
             return Err(error);
