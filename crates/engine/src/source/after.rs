@@ -243,9 +243,9 @@ impl Source {
         Ok(())
     }
 
-    /// Returns whether the guest runs at the destination and the missing blocks are being sent.
-    pub fn is_draining(&self) -> bool {
-        self.draining
+    /// Returns whether only what follows is still sent: the destination loads the guest, or runs it.
+    pub fn is_following(&self) -> bool {
+        self.draining || self.loading
     }
 
     /// Returns whether no block is pending or in flight.

@@ -349,14 +349,15 @@ impl Sending {
         Ok(())
     }
 
-    /// Reads blocks. In the drain, unreadable blocks are skipped, and their places in the list are
-    /// returned. Before that, they are an error.
+    /// Reads blocks. Unreadable blocks of what follows are skipped, and their places in the list are
+    /// returned: the destination may run the guest already, and is told in the drain. Before that,
+    /// they are an error.
     fn read(
         &self,
         blocks: &[BlockId],
         content: &mut [[u8; BLOCK_SIZE]],
     ) -> Result<Vec<usize>, SendError> {
-        let drains = self.engine().is_draining();
+        let drains = self.engine().is_following();
         let read = self.content.read(blocks, content);
         let there = || match drains {
             true => self.content.is_there(blocks),
