@@ -243,7 +243,7 @@ impl Source {
         Ok(())
     }
 
-    /// Returns whether only what follows is still sent: the destination loads the guest, or runs it.
+    /// Returns whether only what follows is sent: the destination loads the guest, or runs it.
     pub fn is_following(&self) -> bool {
         self.draining || self.loading
     }

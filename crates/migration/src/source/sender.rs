@@ -349,9 +349,9 @@ impl Sending {
         Ok(())
     }
 
-    /// Reads blocks. Unreadable blocks of what follows are skipped, and their places in the list are
-    /// returned: the destination may run the guest already, and is told in the drain. Before that,
-    /// they are an error.
+    /// Reads blocks. Unreadable blocks of what follows are skipped, and their places in the list
+    /// are returned: the destination may run the guest already, and is told in the drain. Before
+    /// that, they are an error.
     fn read(
         &self,
         blocks: &[BlockId],
