@@ -91,7 +91,7 @@ impl LogWriter {
         for (to, from) in self.plain.iter_mut().zip(start) {
             *to = from;
         }
-        // What is left of an earlier one is no part of it.
+        // The memory still has bytes of an earlier cell.
         self.plain.get_mut(self.at..).unwrap_or_default().fill(0);
         full(&self.plain)?;
         self.number += 1;

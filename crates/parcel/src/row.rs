@@ -136,7 +136,10 @@ impl Fetched {
 }
 
 /// Calls a function for each item, at the same time.
-fn in_threads<T: Send, R: Send>(mut items: Vec<T>, each: impl Fn(T) -> R + Sync) -> Vec<R> {
+pub(crate) fn in_threads<T: Send, R: Send>(
+    mut items: Vec<T>,
+    each: impl Fn(T) -> R + Sync,
+) -> Vec<R> {
     let Some(last) = items.pop() else {
         return Vec::new();
     };

@@ -15,7 +15,6 @@ use ring::hmac;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;
-use std::thread::{self, ScopedJoinHandle};
 
 /// Why a parcel cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -578,31 +577,11 @@ fn cell_of(plain: &[u8], spare: &mut Vec<Cell>) -> Cell {
     cell
 }
 
-/// Waits for a thread. One that panics says so itself.
-fn joined<R>(thread: ScopedJoinHandle<'_, R>) -> R {
-    let done = thread.join();
-    done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-}
-
 /// Calls a function for each item, at the same time.
 pub(crate) fn in_parallel<T: Send, R: Send>(
     items: impl IntoIterator<Item = T>,
     each: impl Fn(T) -> Result<R, WriteError> + Sync,
 ) -> Result<Vec<R>, WriteError> {
-    let mut items: Vec<T> = items.into_iter().collect();
-    let Some(last) = items.pop() else {
-        return Ok(Vec::new());
-    };
-    let each = &each;
-    thread::scope(|scope| {
-        let threads = items
-            .into_iter()
-            .map(|item| scope.spawn(move || each(item)));
-        let threads: Vec<_> = threads.collect();
-        // This thread does a part of it.
-        let last = each(last);
-        let mut all: Vec<Result<R, WriteError>> = threads.into_iter().map(joined).collect();
-        all.push(last);
-        all.into_iter().collect()
-    })
+    let done = row::in_threads(items.into_iter().collect(), each);
+    done.into_iter().collect()
 }

@@ -142,7 +142,7 @@ pub(super) struct Reading<'a> {
 }
 
 impl<'a> Reading<'a> {
-    /// Prepares to read a disk with these numbers and so many bytes. `before` are the digests of
+    /// Prepares to read a disk: its numbers, and its length in bytes. `before` has the digests of
     /// the version before.
     pub(super) fn new(
         content: Content<'a>,

@@ -169,8 +169,7 @@ pub(crate) struct ParcelImportArgs {
     /// The last version of each guest up to this one [default: the last one]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) version: Option<u64>,
-    /// Write the disks to a folder, as raw images under their names, instead of where a move finds
-    /// them
+    /// Write the images to a folder, under their names, instead of where a move finds them
     #[arg(long, value_name = "FOLDER")]
     pub(crate) into: Option<PathBuf>,
     /// Its devices: folders, files, or block devices
