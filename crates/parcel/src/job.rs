@@ -2,6 +2,7 @@
 
 mod check;
 mod chunks;
+mod copier;
 mod document;
 mod error;
 mod export;
@@ -23,7 +24,8 @@ use crate::key::DataKey;
 use crate::reader::Parcel;
 use crate::tree::Tree;
 use crate::writer::Writer;
-use document::{Document, KnownDisk, KnownGuest, Next};
+use copier::Copier;
+use document::{KnownDisk, KnownGuest, Next, ParcelDocument};
 use error::io_at;
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use nix::errno::Errno;
@@ -68,11 +70,8 @@ pub enum Step<'a> {
 /// An export.
 #[derive(Debug)]
 pub struct Job {
-    folder: PathBuf,
-    document: Document,
+    copier: Copier<ParcelDocument>,
     key: DataKey,
-    durable_every: Duration,
-    tracking: Box<dyn Tracking>,
 }
 
 impl Job {
@@ -81,13 +80,16 @@ impl Job {
     /// # Errors
     /// When there is none, or it cannot be read.
     pub fn open(folder: &Path) -> Result<Self, JobError> {
-        let document = Document::read(folder)?;
+        let (state, document) = document::read::<ParcelDocument>(folder)?;
         Ok(Self {
-            folder: folder.to_path_buf(),
             key: document.key.parse()?,
-            durable_every: DURABLE_EVERY,
-            tracking: Box::new(Untracked),
-            document,
+            copier: Copier {
+                folder: folder.to_path_buf(),
+                state,
+                document,
+                durable_every: DURABLE_EVERY,
+                tracking: Box::new(Untracked),
+            },
         })
     }
 
@@ -103,15 +105,15 @@ impl Job {
 
     /// Keeps other commands from the job, and reads what the last one has left.
     fn lock(&mut self) -> Result<Flock<File>, JobError> {
-        let lock = Self::lock_folder(&self.folder, &self.document.name)?;
-        self.document = Document::read(&self.folder)?;
+        let lock = Self::lock_folder(&self.copier.folder, &self.copier.document.name)?;
+        self.copier.read()?;
         Ok(lock)
     }
 
     /// Changes how often the job is made durable, which is every 20 s.
     #[must_use]
     pub fn durable_every(mut self, time: Duration) -> Self {
-        self.durable_every = time;
+        self.copier.durable_every = time;
         self
     }
 
@@ -119,13 +121,13 @@ impl Job {
     /// disks are read, each chunk as it is then.
     #[must_use]
     pub fn with_tracking(mut self, tracking: impl Tracking + 'static) -> Self {
-        self.tracking = Box::new(tracking);
+        self.copier.tracking = Box::new(tracking);
         self
     }
 
     /// Returns the guests.
     pub fn guests(&self) -> Vec<JobGuest> {
-        let guests = self.document.guests.iter().map(|guest| JobGuest {
+        let guests = self.copier.state.guests.iter().map(|guest| JobGuest {
             name: guest.name.clone(),
             disks: guest.disks.iter().map(|known| known.disk.clone()).collect(),
         });
@@ -134,7 +136,7 @@ impl Job {
 
     /// Returns whether the last version of a guest is of one moment.
     pub fn is_of_one_moment(&self, guest: &str) -> bool {
-        let mut guests = self.document.guests.iter();
+        let mut guests = self.copier.state.guests.iter();
         guests.any(|known| known.name == guest && known.consistent)
     }
 
@@ -145,21 +147,17 @@ impl Job {
 
     /// Returns the paths of the devices.
     pub fn devices(&self) -> &[PathBuf] {
-        &self.document.devices
+        &self.copier.document.devices
     }
 
     /// Returns whether a top-up was begun and has not ended.
     pub fn tops_up(&self) -> bool {
-        self.document.version > 1 && !self.document.sealed
+        self.copier.state.version > 1 && !self.copier.document.sealed
     }
 
     /// Returns whether the parcel is sealed.
     pub fn is_sealed(&self) -> bool {
-        self.document.sealed
-    }
-
-    fn save(&self) -> Result<(), JobError> {
-        self.document.save(&self.folder)
+        self.copier.document.sealed
     }
 
     /// Prepares a top-up of a sealed parcel: [`run`](Self::run) then exports the chunks whose
@@ -170,24 +168,18 @@ impl Job {
     pub fn top_up(&mut self) -> Result<(), JobError> {
         let _lock = self.lock()?;
         self.is_here()?;
-        if !self.document.sealed {
-            return Err(JobError::NotSealed(self.document.name.clone()));
+        if !self.copier.document.sealed {
+            return Err(JobError::NotSealed(self.copier.document.name.clone()));
         }
-        for guest in &mut self.document.guests {
+        for guest in &mut self.copier.state.guests {
             for known in &mut guest.disks {
                 known.bytes = RawDisk::open_to_read(&known.disk.path)?.size_bytes();
             }
         }
-        self.document.version += 1;
-        self.document.next = Next::default();
-        self.document.sealed = false;
-        self.save()
-    }
-
-    /// Returns the file of the digests that a disk has in a version.
-    fn digests(&self, (guest, disk): (usize, usize), version: u64) -> PathBuf {
-        self.folder
-            .join(format!("digests.{guest}.{disk}.{version}"))
+        self.copier.state.version += 1;
+        self.copier.state.next = Next::default();
+        self.copier.document.sealed = false;
+        self.copier.save()
     }
 
     /// Exports what has not been exported, and seals the parcel.
@@ -205,20 +197,21 @@ impl Job {
         let _lock = self.lock()?;
         self.is_here()?;
         let open = |writable| {
-            let paths = self.document.devices.iter();
+            let paths = self.copier.document.devices.iter();
             paths
                 .map(|path| Device::open(path, writable))
                 .collect::<Result<Vec<_>, _>>()
         };
-        if self.document.sealed {
+        if self.copier.document.sealed {
             self.has_all()?;
             return Ok(Parcel::open(open(false)?)?);
         }
-        let position = self.document.position;
-        let position = position.ok_or_else(|| JobError::NoDevices(self.document.name.clone()))?;
+        let position = self.copier.document.position;
+        let position =
+            position.ok_or_else(|| JobError::NoDevices(self.copier.document.name.clone()))?;
         let mut writer = Writer::reopen(open(true)?, position, &self.key)?;
-        self.durable(&mut writer)?;
-        self.export_all(&mut writer, now, progress)?;
+        self.copier.durable(&mut writer)?;
+        self.copier.export_all(&mut writer, now, progress)?;
         let disks = self.exported_disks()?;
         let (all, is_in_use) = (writer.rows(), self.is_in_use()?);
         let mut rests = Rests::begin();
@@ -228,23 +221,23 @@ impl Job {
                 rests.take();
             }
         })?;
-        self.document.position = Some(position);
-        self.document.sealed = true;
-        self.document.parcel = Some(parcel.id());
-        self.document.seals.push(Seal {
-            version: self.document.version,
+        self.copier.document.position = Some(position);
+        self.copier.document.sealed = true;
+        self.copier.document.parcel = Some(parcel.id());
+        self.copier.document.seals.push(Seal {
+            version: self.copier.state.version,
             time: now,
             device_bytes: (parcel.header().row + 1) * CELL_BYTES as u64,
             disks,
         });
-        self.save()?;
+        self.copier.save()?;
         Ok(parcel)
     }
 
     /// Returns whether guests run whose writes are tracked.
     fn is_in_use(&self) -> Result<bool, JobError> {
-        for guest in &self.document.guests {
-            if moment::exports(&*self.tracking, guest)?.is_some() {
+        for guest in &self.copier.state.guests {
+            if moment::exports(&*self.copier.tracking, guest)?.is_some() {
                 return Ok(true);
             }
         }
@@ -254,9 +247,9 @@ impl Job {
     /// Returns all disks as the version that is exported, or was, has them.
     fn exported_disks(&self) -> Result<Vec<SealedDisk>, JobError> {
         let mut disks = Vec::new();
-        for (number, guest) in self.document.guests.iter().enumerate() {
+        for (number, guest) in self.copier.state.guests.iter().enumerate() {
             for (at, known) in guest.disks.iter().enumerate() {
-                let path = self.digests((number, at), self.document.version);
+                let path = self.copier.digests((number, at), self.copier.state.version);
                 let digest = Tree::open_to_read(&path).and_then(|mut tree| tree.digest());
                 disks.push(SealedDisk {
                     guest: guest.name.clone(),
@@ -271,12 +264,12 @@ impl Job {
 
     /// Returns a disk that is in no version of a sealed parcel, with its guest.
     fn added(&self) -> Option<(&KnownGuest, &KnownDisk)> {
-        let guests = self.document.guests.iter().enumerate();
+        let guests = self.copier.state.guests.iter().enumerate();
         let mut disks = guests.flat_map(|(number, guest)| {
             let disks = guest.disks.iter().enumerate();
             disks.map(move |(at, known)| ((number, at), (guest, known)))
         });
-        let is_in = |at| self.digests(at, self.document.version).exists();
+        let is_in = |at| self.copier.digests(at, self.copier.state.version).exists();
         disks.find(|(at, _)| !is_in(*at)).map(|(_, found)| found)
     }
 
@@ -285,37 +278,10 @@ impl Job {
         match self.added() {
             None => Ok(()),
             Some((guest, known)) => Err(JobError::Added {
-                parcel: self.document.name.clone(),
+                parcel: self.copier.document.name.clone(),
                 guest: guest.name.clone(),
                 disk: known.disk.name.clone(),
             }),
         }
-    }
-
-    /// Exports all guests. Those that are tracked, and whose version is of no moment, get another
-    /// one that is.
-    fn export_all(
-        &mut self,
-        writer: &mut Writer,
-        now: u64,
-        progress: &mut dyn FnMut(&Step<'_>),
-    ) -> Result<(), JobError> {
-        loop {
-            while self.document.next.guest < self.document.guests.len() {
-                match self.keeps_version()? {
-                    true => self.keep_version()?,
-                    false => self.export(writer, now, progress)?,
-                }
-            }
-            if self.document.consolidates || !self.consolidate()? {
-                self.document.consolidates = false;
-                return Ok(());
-            }
-        }
-    }
-
-    fn durable(&mut self, writer: &mut Writer) -> Result<(), JobError> {
-        self.document.position = Some(writer.sync()?);
-        self.save()
     }
 }

@@ -61,20 +61,24 @@ impl Job {
         let _lock = self.lock()?;
         let ImportReport { parcel, name, .. } = &report.report;
         let (parcel, name) = (*parcel, name.clone());
-        let is_known = self.document.parcel.is_none_or(|known| known == parcel);
-        if !is_known || !report.is_by(&self.key)? || name != self.document.name {
+        let is_known = self
+            .copier
+            .document
+            .parcel
+            .is_none_or(|known| known == parcel);
+        if !is_known || !report.is_by(&self.key)? || name != self.copier.document.name {
             return Err(JobError::OtherReport {
-                parcel: self.document.name.clone(),
+                parcel: self.copier.document.name.clone(),
                 name,
                 id: parcel,
             });
         }
-        let not_sealed = || JobError::NotSealed(self.document.name.clone());
-        let (version, last, earlier) = match self.document.seals.split_last() {
+        let not_sealed = || JobError::NotSealed(self.copier.document.name.clone());
+        let (version, last, earlier) = match self.copier.document.seals.split_last() {
             Some((last, earlier)) => (last.version, last.disks.clone(), earlier),
             // An earlier program has sealed it, and kept no list.
-            None if self.document.sealed => {
-                (self.document.version, self.exported_disks()?, &[][..])
+            None if self.copier.document.sealed => {
+                (self.copier.state.version, self.exported_disks()?, &[][..])
             }
             None => return Err(not_sealed()),
         };
@@ -114,12 +118,12 @@ impl Job {
         }));
         let confirmed = disks.iter().all(|disk| disk.verdict == Verdict::Equal);
         if confirmed {
-            self.document.confirmed = Some(Confirmation {
+            self.copier.document.confirmed = Some(Confirmation {
                 version,
                 imported: report.imported,
                 checked: now,
             });
-            self.save()?;
+            self.copier.save()?;
         }
         Ok(Checked {
             version,

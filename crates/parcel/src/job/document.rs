@@ -1,12 +1,13 @@
 //! What a job keeps in its folder.
 
+use super::copier::Document;
 use super::error::{JobError, io_at};
 use super::moment::Since;
 use crate::date::Date;
 use crate::header::ParcelId;
 use crate::layout::CELLS_MAX;
 use crate::record::{CHUNK_BYTES, DISK_BYTES_MAX};
-use crate::writer::Position;
+use crate::writer::{Position, Writer};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
@@ -155,22 +156,38 @@ pub struct Confirmation {
     pub checked: u64,
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Document {
-    pub(super) name: String,
-    pub(super) to: String,
-    /// The data key: the file can be read by its owner alone.
-    pub(super) key: String,
-    pub(super) devices: Vec<PathBuf>,
+/// Versions of guests' disks, and how far the last one has come.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Copied {
     pub(super) guests: Vec<KnownGuest>,
-    /// `None` until the first header is durable.
-    pub(super) position: Option<Position>,
     /// The version that is exported, or was.
     pub(super) version: u64,
     pub(super) next: Next,
     /// Whether only guests whose last version is of no moment get this one.
     #[serde(default)]
     pub(super) consolidates: bool,
+}
+
+impl Copied {
+    fn is_possible(&self) -> bool {
+        let disks = self.guests.iter().flat_map(|guest| &guest.disks);
+        let mut sizes = disks.map(|disk| disk.bytes);
+        (1..u64::MAX).contains(&self.version)
+            && sizes.all(|bytes| bytes <= DISK_BYTES_MAX)
+            && self.next.chunk <= DISK_BYTES_MAX / CHUNK_BYTES as u64
+    }
+}
+
+/// What is kept of a parcel.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct ParcelDocument {
+    pub(super) name: String,
+    pub(super) to: String,
+    /// The data key: the file can be read by its owner alone.
+    pub(super) key: String,
+    pub(super) devices: Vec<PathBuf>,
+    /// `None` until the first header is durable.
+    pub(super) position: Option<Position>,
     pub(super) sealed: bool,
     /// The number of devices that may be lost.
     #[serde(default)]
@@ -196,59 +213,75 @@ pub(super) struct Document {
     pub(super) confirmed: Option<Confirmation>,
 }
 
-impl Document {
-    /// Returns the document, if its numbers are those of an export.
-    fn checked(self) -> Result<Self, serde_json::Error> {
-        let disks = self.guests.iter().flat_map(|guest| &guest.disks);
-        let mut sizes = disks.map(|disk| disk.bytes);
+impl Document for ParcelDocument {
+    type Sink = Writer;
+
+    fn sync(&mut self, writer: &mut Writer) -> Result<(), JobError> {
+        self.position = Some(writer.sync()?);
+        Ok(())
+    }
+
+    fn is_possible(&self) -> bool {
         let ends = |position: Position| position.header < position.end && position.end <= CELLS_MAX;
-        let is_known = self.position.is_none_or(ends)
-            && (1..u64::MAX).contains(&self.version)
-            && sizes.all(|bytes| bytes <= DISK_BYTES_MAX)
-            && self.next.chunk <= DISK_BYTES_MAX / CHUNK_BYTES as u64;
-        match is_known {
-            true => Ok(self),
+        self.position.is_none_or(ends)
+    }
+}
+
+/// The file of a job.
+#[derive(Serialize, Deserialize)]
+struct Whole<C, D> {
+    #[serde(flatten)]
+    copied: C,
+    #[serde(flatten)]
+    document: D,
+}
+
+/// Reads the document in a job's folder.
+pub(super) fn read<D: Document>(folder: &Path) -> Result<(Copied, D), JobError> {
+    let path = folder.join(DOCUMENT);
+    let file = File::open(&path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => JobError::Unknown(folder.to_path_buf()),
+        _ => io_at(&path)(error),
+    })?;
+    let mut text = Zeroizing::new(Vec::new());
+    let read = file.take(DOCUMENT_BYTES_MAX + 1).read_to_end(&mut text);
+    read.map_err(io_at(&path))?;
+    if text.len() as u64 > DOCUMENT_BYTES_MAX {
+        return Err(JobError::Long(path));
+    }
+    let whole = serde_json::from_slice(&text).and_then(|whole: Whole<Copied, D>| {
+        match whole.copied.is_possible() && whole.document.is_possible() {
+            true => Ok((whole.copied, whole.document)),
             false => Err(serde_json::Error::custom("it has impossible numbers")),
         }
-    }
+    });
+    whole.map_err(|error| JobError::Document { path, error })
+}
 
-    /// Reads the document in a job's folder.
-    pub(super) fn read(folder: &Path) -> Result<Self, JobError> {
-        let path = folder.join(DOCUMENT);
-        let file = File::open(&path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => JobError::Unknown(folder.to_path_buf()),
-            _ => io_at(&path)(error),
-        })?;
-        let mut text = Zeroizing::new(Vec::new());
-        let read = file.take(DOCUMENT_BYTES_MAX + 1).read_to_end(&mut text);
-        read.map_err(io_at(&path))?;
-        if text.len() as u64 > DOCUMENT_BYTES_MAX {
-            return Err(JobError::Long(path));
-        }
-        let document = serde_json::from_slice(&text).and_then(Self::checked);
-        document.map_err(|error| JobError::Document { path, error })
+/// Writes it durably, readable by its owner alone.
+pub(super) fn save<D: Document>(
+    folder: &Path,
+    copied: &Copied,
+    document: &D,
+) -> Result<(), JobError> {
+    let path = folder.join(DOCUMENT);
+    let new = folder.join(".job.json.new");
+    let fails = io_at(&path);
+    let whole = Whole { copied, document };
+    let text = serde_json::to_vec_pretty(&whole).map(Zeroizing::new);
+    let text = text.map_err(|error| JobError::Document {
+        path: path.clone(),
+        error,
+    })?;
+    if text.len() as u64 > DOCUMENT_BYTES_MAX {
+        return Err(JobError::Long(path.clone()));
     }
-
-    /// Writes it durably, readable by its owner alone.
-    pub(super) fn save(&self, folder: &Path) -> Result<(), JobError> {
-        let path = folder.join(DOCUMENT);
-        let new = folder.join(".job.json.new");
-        let fails = io_at(&path);
-        let text = serde_json::to_vec_pretty(self).map(Zeroizing::new);
-        let text = text.map_err(|error| JobError::Document {
-            path: path.clone(),
-            error,
-        })?;
-        if text.len() as u64 > DOCUMENT_BYTES_MAX {
-            return Err(JobError::Long(path.clone()));
-        }
-        let mut options = OpenOptions::new();
-        let options = options.write(true).create(true).truncate(true).mode(0o600);
-        let mut file = options.open(&new).map_err(&fails)?;
-        file.write_all(&text).map_err(&fails)?;
-        file.sync_all().map_err(&fails)?;
-        fs::rename(&new, &path).map_err(&fails)?;
-        let folder = File::open(folder).map_err(&fails)?;
-        folder.sync_all().map_err(&fails)
-    }
+    let mut options = OpenOptions::new();
+    let options = options.write(true).create(true).truncate(true).mode(0o600);
+    let mut file = options.open(&new).map_err(&fails)?;
+    file.write_all(&text).map_err(&fails)?;
+    file.sync_all().map_err(&fails)?;
+    fs::rename(&new, &path).map_err(&fails)?;
+    let folder = File::open(folder).map_err(&fails)?;
+    folder.sync_all().map_err(&fails)
 }

@@ -1,14 +1,14 @@
 //! Exports a guest's disks: as they are when they are read, or at a moment.
 
+use super::Step;
 use super::chunks::{self, Content, Read, ReadOrRecord, Reading};
+use super::copier::{Copier, Document, Sink as _};
 use super::document::{KnownDisk, KnownGuest, Next};
 use super::error::{JobError, io_at};
 use super::moment::{self, Moment};
 use super::setup::record_of;
-use super::{Job, Step};
 use crate::record::{CHUNK_BYTES, Record, Version, VersionDisk};
 use crate::tree::{Before, Tree};
-use crate::writer::Writer;
 use longhaul_storage::disk::RawDisk;
 use longhaul_storage::front::tracking::{Checkpoint, CheckpointError};
 use std::cmp::Ordering;
@@ -34,21 +34,43 @@ impl<E: Into<JobError>> From<E> for Failure {
     }
 }
 
-impl Job {
-    /// Exports the rest of the next guest: of one moment if its writes are tracked and a version
-    /// of it exists.
-    pub(super) fn export(
+impl<D: Document> Copier<D> {
+    /// Exports all guests. Those that are tracked, and whose version is of no moment, get another
+    /// one that is.
+    pub(super) fn export_all(
         &mut self,
-        writer: &mut Writer,
+        sink: &mut D::Sink,
         now: u64,
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<(), JobError> {
-        let number = self.document.next.guest;
+        loop {
+            while self.state.next.guest < self.state.guests.len() {
+                match self.keeps_version()? {
+                    true => self.keep_version()?,
+                    false => self.export(sink, now, progress)?,
+                }
+            }
+            if self.state.consolidates || !self.consolidate()? {
+                self.state.consolidates = false;
+                return Ok(());
+            }
+        }
+    }
+
+    /// Exports the rest of the next guest: of one moment if its writes are tracked and a version
+    /// of it exists.
+    fn export(
+        &mut self,
+        sink: &mut D::Sink,
+        now: u64,
+        progress: &mut dyn FnMut(&Step<'_>),
+    ) -> Result<(), JobError> {
+        let number = self.state.next.guest;
         for _ in 0..MOMENTS {
             let Some(mut moment) = self.moment(number, progress)? else {
                 break;
             };
-            match self.export_guest(writer, now, Some(&mut moment), progress) {
+            match self.export_guest(sink, now, Some(&mut moment), progress) {
                 Ok(()) => {
                     moment.forget();
                     return Ok(());
@@ -60,7 +82,7 @@ impl Job {
                 }),
             }
         }
-        match self.export_guest(writer, now, None, progress) {
+        match self.export_guest(sink, now, None, progress) {
             Ok(()) => Ok(()),
             Err(Failure::Job(error)) => Err(error),
             Err(Failure::Moment(error)) => Err(JobError::Moment(error)),
@@ -68,7 +90,7 @@ impl Job {
     }
 
     fn name_of(&self, guest: usize) -> String {
-        let guest = self.document.guests.get(guest);
+        let guest = self.state.guests.get(guest);
         guest.map_or_else(String::new, |guest| guest.name.clone())
     }
 
@@ -78,13 +100,10 @@ impl Job {
         number: usize,
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<Option<Moment>, JobError> {
-        let Some(guest) = self.document.guests.get(number).cloned() else {
+        let Some(guest) = self.state.guests.get(number).cloned() else {
             return Ok(None);
         };
-        let has_version = |at| {
-            self.digests((number, at), self.document.version - 1)
-                .exists()
-        };
+        let has_version = |at| self.digests((number, at), self.state.version - 1).exists();
         if !(0..guest.disks.len()).all(has_version) {
             return Ok(None);
         }
@@ -107,11 +126,11 @@ impl Job {
     /// Begins the version of a guest again: what was put into the parcel since the version before
     /// counts as that version's content.
     fn begin_again(&mut self, number: usize, guest: &KnownGuest) -> Result<(), JobError> {
-        let next = self.document.next;
+        let next = self.state.next;
         if next == Next::begin(number) {
             return Ok(());
         }
-        let version = self.document.version;
+        let version = self.state.version;
         for (at, known) in guest.disks.iter().enumerate() {
             let chunks = match at.cmp(&next.disk) {
                 Ordering::Less => known.bytes.div_ceil(CHUNK_BYTES as u64),
@@ -122,20 +141,20 @@ impl Job {
             let before = self.digests((number, at), version - 1);
             Tree::replace_first(&before, &newer, chunks).map_err(io_at(&before))?;
         }
-        self.document.next = Next::begin(number);
+        self.state.next = Next::begin(number);
         self.save()
     }
 
     /// Exports the rest of a guest.
     fn export_guest(
         &mut self,
-        writer: &mut Writer,
+        sink: &mut D::Sink,
         now: u64,
         mut moment: Option<&mut Moment>,
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<(), Failure> {
-        let number = self.document.next.guest;
-        let Some(guest) = self.document.guests.get_mut(number) else {
+        let number = self.state.next.guest;
+        let Some(guest) = self.state.guests.get_mut(number) else {
             return Ok(());
         };
         match &moment {
@@ -144,7 +163,7 @@ impl Job {
                     known.bytes = checkpoint.image_bytes();
                 }
             }
-            None if self.document.next == Next::begin(number) => {
+            None if self.state.next == Next::begin(number) => {
                 let exports = moment::exports(&*self.tracking, guest)?;
                 moment::begins(guest, exports.as_deref());
             }
@@ -152,25 +171,25 @@ impl Job {
         }
         let guest = guest.clone();
         self.save()?;
-        writer.put(&record_of(number, &guest))?;
+        sink.put(&record_of(number, &guest))?;
         let mut trees = Vec::new();
         for (at, known) in guest.disks.iter().enumerate() {
             let checkpoint = moment.as_mut().and_then(|it| it.checkpoints.get_mut(at));
-            let digest = self.export_disk(writer, (number, at), (known, checkpoint), progress)?;
+            let digest = self.export_disk(sink, (number, at), (known, checkpoint), progress)?;
             trees.push(VersionDisk {
                 disk: at as u32,
                 digest,
             });
         }
-        writer.put(&Record::Version(Version {
+        sink.put(&Record::Version(Version {
             guest: number as u32,
-            version: self.document.version,
+            version: self.state.version,
             time: now,
             consistent: moment.is_some(),
             disks: trees,
         }))?;
-        self.document.next = Next::begin(number + 1);
-        if let Some(guest) = self.document.guests.get_mut(number) {
+        self.state.next = Next::begin(number + 1);
+        if let Some(guest) = self.state.guests.get_mut(number) {
             guest.consistent = moment.is_some();
             for known in &mut guest.disks {
                 known.version_bytes = known.bytes;
@@ -185,9 +204,9 @@ impl Job {
                 }
             }
         }
-        self.durable(writer)?;
+        self.durable(sink)?;
         for at in 0..guest.disks.len() {
-            let old = self.digests((number, at), self.document.version - 1);
+            let old = self.digests((number, at), self.state.version - 1);
             remove(&old)?;
         }
         Ok(())
@@ -196,21 +215,21 @@ impl Job {
     /// Exports the rest of a disk, and returns its digest.
     fn export_disk(
         &mut self,
-        writer: &mut Writer,
+        sink: &mut D::Sink,
         (number, at): (usize, usize),
         (known, checkpoint): (&KnownDisk, Option<&mut Checkpoint>),
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<String, Failure> {
-        let path = self.digests((number, at), self.document.version);
+        let path = self.digests((number, at), self.state.version);
         let mut tree = Tree::open(&path).map_err(io_at(&path))?;
-        let before = self.digests((number, at), self.document.version - 1);
+        let before = self.digests((number, at), self.state.version - 1);
         let (fails, fails_tree) = (io_at(&known.disk.path), io_at(&path));
         let all = known.bytes;
         let count = all.div_ceil(CHUNK_BYTES as u64);
         // A disk that is complete is not read again.
-        let mut chunk = match at.cmp(&self.document.next.disk) {
+        let mut chunk = match at.cmp(&self.state.next.disk) {
             Ordering::Less => count,
-            Ordering::Equal => self.document.next.chunk,
+            Ordering::Equal => self.state.next.chunk,
             Ordering::Greater => 0,
         };
         tree.cut(chunk).map_err(&fails_tree)?;
@@ -238,7 +257,7 @@ impl Job {
                 let batch = batch.map_err(&fails_tree)?;
                 if let Err(error) = batch.copied {
                     // What the parcel has of it is noted before it is exported again.
-                    self.note((number, at, chunk), &tree, &path, writer)?;
+                    self.note((number, at, chunk), &tree, &path, sink)?;
                     return Err(Failure::Moment(error));
                 }
                 for (read, old) in batch.chunks {
@@ -246,7 +265,7 @@ impl Job {
                         Ok(Read::Unchanged(digest)) => digest,
                         Ok(Read::Encoded(kind, rest, digest)) => {
                             if old != Some(digest) {
-                                writer.put_encoded(kind, &rest)?;
+                                sink.put_encoded(kind, &rest)?;
                             }
                             digest
                         }
@@ -262,7 +281,7 @@ impl Job {
                     all,
                 });
                 if saved.elapsed() >= self.durable_every || chunk == count {
-                    self.note((number, at, chunk), &tree, &path, writer)?;
+                    self.note((number, at, chunk), &tree, &path, sink)?;
                     saved = Instant::now();
                 }
             }
@@ -277,11 +296,11 @@ impl Job {
         (guest, disk, chunk): (usize, usize, u64),
         tree: &Tree,
         path: &Path,
-        writer: &mut Writer,
+        sink: &mut D::Sink,
     ) -> Result<(), JobError> {
         tree.sync().map_err(io_at(path))?;
-        self.document.next = Next { guest, disk, chunk };
-        self.durable(writer)
+        self.state.next = Next { guest, disk, chunk };
+        self.durable(sink)
     }
 
     /// Returns whether the version of a guest is of no moment, although its writes are tracked.
@@ -291,49 +310,49 @@ impl Job {
 
     /// Lets guests whose writes are tracked have another version, of one moment, if their last one
     /// has none. Returns whether there are any. The others keep their version.
-    pub(super) fn consolidate(&mut self) -> Result<bool, JobError> {
+    fn consolidate(&mut self) -> Result<bool, JobError> {
         let mut any = false;
-        for guest in &self.document.guests {
+        for guest in &self.state.guests {
             any |= self.lacks_moment(guest)?;
         }
         if any {
-            self.document.version += 1;
-            self.document.next = Next::default();
-            self.document.consolidates = true;
+            self.state.version += 1;
+            self.state.next = Next::default();
+            self.state.consolidates = true;
             self.save()?;
         }
         Ok(any)
     }
 
     /// Returns whether the next guest keeps its version.
-    pub(super) fn keeps_version(&self) -> Result<bool, JobError> {
-        let next = self.document.next;
-        let Some(guest) = self.document.guests.get(next.guest) else {
+    fn keeps_version(&self) -> Result<bool, JobError> {
+        let next = self.state.next;
+        let Some(guest) = self.state.guests.get(next.guest) else {
             return Ok(false);
         };
         // A version that was begun is completed: the parcel has a part of it.
         let is_begun = next != Next::begin(next.guest);
-        Ok(self.document.consolidates && !is_begun && !self.lacks_moment(guest)?)
+        Ok(self.state.consolidates && !is_begun && !self.lacks_moment(guest)?)
     }
 
     /// Keeps the version of a guest that lacks nothing, under the number of this one.
-    pub(super) fn keep_version(&mut self) -> Result<(), JobError> {
-        let number = self.document.next.guest;
+    fn keep_version(&mut self) -> Result<(), JobError> {
+        let number = self.state.next.guest;
         let disks = self
-            .document
+            .state
             .guests
             .get(number)
             .map_or(0, |guest| guest.disks.len());
         for at in 0..disks {
-            let old = self.digests((number, at), self.document.version - 1);
-            let new = self.digests((number, at), self.document.version);
+            let old = self.digests((number, at), self.state.version - 1);
+            let new = self.digests((number, at), self.state.version);
             match fs::rename(&old, &new) {
                 // An interrupted command has done it.
                 Err(error) if error.kind() == io::ErrorKind::NotFound && new.exists() => {}
                 renamed => renamed.map_err(io_at(&old))?,
             }
         }
-        self.document.next = Next::begin(number + 1);
+        self.state.next = Next::begin(number + 1);
         self.save()
     }
 }

@@ -1,6 +1,7 @@
 //! What goes into a parcel, and onto which devices.
 
-use super::document::{Document, JobDisk, JobGuest, KnownGuest, Next};
+use super::copier::{Copier, parent_of};
+use super::document::{self, Copied, JobDisk, JobGuest, KnownGuest, ParcelDocument};
 use super::error::{JobError, io_at};
 use super::moment::Untracked;
 use super::{DURABLE_EVERY, Job};
@@ -34,7 +35,7 @@ impl Job {
         if !is_short || site.chars().any(char::is_control) {
             return Err(JobError::Site(site.chars().take(SITE_CHARS_MAX).collect()));
         }
-        let parent = folder.parent().unwrap_or(Path::new("/"));
+        let parent = parent_of(folder);
         fs::create_dir_all(parent).map_err(io_at(parent))?;
         match fs::create_dir(folder) {
             // One that was interrupted before its document was there is made again.
@@ -42,39 +43,41 @@ impl Job {
             created => created.map_err(io_at(folder))?,
         }
         let lock = Self::lock_folder(folder, &settings.name)?;
-        match Document::read(folder) {
+        match document::read::<ParcelDocument>(folder) {
             Err(JobError::Unknown(_)) => {}
             Ok(_) => return Err(JobError::Exists(settings.name.clone())),
             Err(error) => return Err(error),
         }
         let key = DataKey::draw()?;
         let job = Self {
-            folder: folder.to_path_buf(),
-            document: Document {
-                name: settings.name.clone(),
-                to: settings.to.clone(),
-                key: key.text().to_string(),
-                devices: Vec::new(),
-                guests: Vec::new(),
-                position: None,
-                version: 1,
-                next: Next::default(),
-                consolidates: false,
-                sealed: false,
-                parity: settings.parity,
-                created: settings.now,
-                begun: None,
-                limit: None,
-                parcel: None,
-                seals: Vec::new(),
-                shipped: None,
-                confirmed: None,
+            copier: Copier {
+                folder: folder.to_path_buf(),
+                state: Copied {
+                    version: 1,
+                    ..Copied::default()
+                },
+                document: ParcelDocument {
+                    name: settings.name.clone(),
+                    to: settings.to.clone(),
+                    key: key.text().to_string(),
+                    devices: Vec::new(),
+                    position: None,
+                    sealed: false,
+                    parity: settings.parity,
+                    created: settings.now,
+                    begun: None,
+                    limit: None,
+                    parcel: None,
+                    seals: Vec::new(),
+                    shipped: None,
+                    confirmed: None,
+                },
+                durable_every: DURABLE_EVERY,
+                tracking: Box::new(Untracked),
             },
             key,
-            durable_every: DURABLE_EVERY,
-            tracking: Box::new(Untracked),
         };
-        job.save()?;
+        job.copier.save()?;
         drop(lock);
         Ok(job)
     }
@@ -118,13 +121,13 @@ impl Job {
         for guest in guests {
             self.add_guest(guest)?;
         }
-        self.save()
+        self.copier.save()
     }
 
     fn add_guest(&mut self, guest: JobGuest) -> Result<(), JobError> {
-        let mut known = self.document.guests.iter();
+        let mut known = self.copier.state.guests.iter();
         let known = known.position(|known| known.name == guest.name);
-        let others = self.document.guests.iter().enumerate();
+        let others = self.copier.state.guests.iter().enumerate();
         let others = others.filter(|(number, _)| Some(*number) != known);
         let theirs: BTreeSet<&str> = others
             .flat_map(|(_, other)| other.disks.iter().map(|it| it.disk.name.as_str()))
@@ -133,7 +136,7 @@ impl Job {
             return Err(JobError::Twice("disk", taken.name.clone()));
         }
         let has = |disk: &JobDisk| {
-            let known = known.and_then(|number| self.document.guests.get(number));
+            let known = known.and_then(|number| self.copier.state.guests.get(number));
             known.is_some_and(|known| known.disks.iter().any(|it| it.disk.name == disk.name))
         };
         let name = guest.name.clone();
@@ -141,20 +144,20 @@ impl Job {
             disks: guest.disks.into_iter().filter(|it| !has(it)).collect(),
             name: guest.name,
         })?;
-        let number = known.unwrap_or(self.document.guests.len());
-        let is_past = number < self.document.next.guest && !self.document.sealed;
+        let number = known.unwrap_or(self.copier.state.guests.len());
+        let is_past = number < self.copier.state.next.guest && !self.copier.document.sealed;
         if is_past && !new.disks.is_empty() {
             return Err(JobError::Past {
-                parcel: self.document.name.clone(),
+                parcel: self.copier.document.name.clone(),
                 guest: name,
             });
         }
-        match self.document.guests.get_mut(number) {
+        match self.copier.state.guests.get_mut(number) {
             Some(known) => known.disks.extend(new.disks),
-            None => self.document.guests.push(new),
+            None => self.copier.state.guests.push(new),
         }
         // What the format refuses is refused now.
-        let whole = self.document.guests.get(number);
+        let whole = self.copier.state.guests.get(number);
         whole.map_or(Ok(()), |whole| {
             record_of(number, whole).encode()?;
             Ok(())
@@ -172,22 +175,22 @@ impl Job {
         now: u64,
     ) -> Result<(), JobError> {
         let _lock = self.lock()?;
-        if self.document.position.is_some() {
+        if self.copier.document.position.is_some() {
             return self.find(devices);
         }
-        if self.document.guests.is_empty() {
-            return Err(JobError::NoGuests(self.document.name.clone()));
+        if self.copier.state.guests.is_empty() {
+            return Err(JobError::NoGuests(self.copier.document.name.clone()));
         }
         // What an interrupted beginning has left.
-        let before = std::mem::take(&mut self.document.devices);
+        let before = std::mem::take(&mut self.copier.document.devices);
         self.clear(&before)?;
-        let limit = limit.or(self.document.limit);
+        let limit = limit.or(self.copier.document.limit);
         let devices = match devices {
             [] => &before[..],
             named => named,
         };
         if devices.is_empty() {
-            return Err(JobError::NoDevices(self.document.name.clone()));
+            return Err(JobError::NoDevices(self.copier.document.name.clone()));
         }
         let mut places = BTreeSet::new();
         for at in devices {
@@ -197,29 +200,35 @@ impl Job {
             }
         }
         let cells = vec![1; devices.len()];
-        Layout::new(&cells, self.document.parity).map_err(WriteError::from)?;
+        Layout::new(&cells, self.copier.document.parity).map_err(WriteError::from)?;
         // A file may have grown since its guest was added.
-        for known in self.document.guests.iter_mut().flat_map(|it| &mut it.disks) {
+        for known in self
+            .copier
+            .state
+            .guests
+            .iter_mut()
+            .flat_map(|it| &mut it.disks)
+        {
             known.bytes = RawDisk::open_to_read(&known.disk.path)?.size_bytes();
         }
-        self.document.devices = devices.to_vec();
-        self.document.limit = limit;
-        self.save()?;
+        self.copier.document.devices = devices.to_vec();
+        self.copier.document.limit = limit;
+        self.copier.save()?;
         let begun = self.write_first(devices, limit);
         if begun.is_err() {
-            self.document.devices.clear();
-            self.save()?;
+            self.copier.document.devices.clear();
+            self.copier.save()?;
         }
         let writer = begun?;
-        self.document.position = Some(writer.position());
-        self.document.devices = writer.paths();
-        self.document.begun = Some(now);
-        self.save()
+        self.copier.document.position = Some(writer.position());
+        self.copier.document.devices = writer.paths();
+        self.copier.document.begun = Some(now);
+        self.copier.save()
     }
 
     /// Returns what the file of a device is called.
     fn device_name(&self, number: usize) -> String {
-        format!("{}-{number}", self.document.name)
+        format!("{}-{number}", self.copier.document.name)
     }
 
     fn write_first(&self, at: &[PathBuf], limit: Option<u64>) -> Result<Writer, JobError> {
@@ -234,10 +243,10 @@ impl Job {
             }
         }
         let settings = Settings {
-            name: self.document.name.clone(),
-            to: self.document.to.clone(),
-            parity: self.document.parity,
-            now: self.document.created,
+            name: self.copier.document.name.clone(),
+            to: self.copier.document.to.clone(),
+            parity: self.copier.document.parity,
+            now: self.copier.document.created,
         };
         let writer = Writer::create(devices, &settings, &self.key);
         if writer.is_err() {
@@ -276,19 +285,23 @@ impl Job {
     fn find(&mut self, paths: &[PathBuf]) -> Result<(), JobError> {
         for path in paths {
             let other = || JobError::OtherDevice {
-                parcel: self.document.name.clone(),
+                parcel: self.copier.document.name.clone(),
                 path: path.clone(),
             };
             let device = Device::open(path, false)?;
             let (header, proof) = header_at(&device, 0)?.ok_or_else(other)?;
             let is_ours = header.key == self.key.fingerprint()?
                 && proof.is_by(&self.key.of_headers(&header.parcel)?);
-            let place = self.document.devices.get_mut(usize::from(header.device));
+            let place = self
+                .copier
+                .document
+                .devices
+                .get_mut(usize::from(header.device));
             match place.filter(|_| is_ours) {
                 Some(place) => *place = device.path().to_path_buf(),
                 None => {
                     return Err(JobError::OtherDevice {
-                        parcel: self.document.name.clone(),
+                        parcel: self.copier.document.name.clone(),
                         path: path.clone(),
                     });
                 }
@@ -296,7 +309,7 @@ impl Job {
         }
         match paths {
             [] => Ok(()),
-            _ => self.save(),
+            _ => self.copier.save(),
         }
     }
 }

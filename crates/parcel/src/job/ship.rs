@@ -26,10 +26,10 @@ fn check(shipment: &Shipment) -> Result<(), JobError> {
 impl Job {
     /// Refuses a parcel whose devices have left.
     pub(super) fn is_here(&self) -> Result<(), JobError> {
-        match &self.document.shipped {
+        match &self.copier.document.shipped {
             None => Ok(()),
             Some(shipment) => Err(JobError::Shipped {
-                parcel: self.document.name.clone(),
+                parcel: self.copier.document.name.clone(),
                 shipment: Box::new(shipment.clone()),
             }),
         }
@@ -42,12 +42,12 @@ impl Job {
     pub fn ship(&mut self, shipment: Shipment) -> Result<(), JobError> {
         let _lock = self.lock()?;
         check(&shipment)?;
-        if !self.document.sealed {
-            return Err(JobError::NotSealed(self.document.name.clone()));
+        if !self.copier.document.sealed {
+            return Err(JobError::NotSealed(self.copier.document.name.clone()));
         }
         self.has_all()?;
-        self.document.shipped = Some(shipment);
-        self.save()
+        self.copier.document.shipped = Some(shipment);
+        self.copier.save()
     }
 
     /// Takes the note back: the devices are here.
@@ -56,9 +56,10 @@ impl Job {
     /// When there is none.
     pub fn cancel_shipment(&mut self) -> Result<Shipment, JobError> {
         let _lock = self.lock()?;
-        let shipment = self.document.shipped.take();
-        let shipment = shipment.ok_or_else(|| JobError::NotShipped(self.document.name.clone()))?;
-        self.save()?;
+        let shipment = self.copier.document.shipped.take();
+        let shipment =
+            shipment.ok_or_else(|| JobError::NotShipped(self.copier.document.name.clone()))?;
+        self.copier.save()?;
         Ok(shipment)
     }
 }

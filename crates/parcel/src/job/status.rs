@@ -176,8 +176,8 @@ impl Job {
     /// # Errors
     /// When the key cannot be used.
     pub fn status(&self) -> Result<Status, JobError> {
-        let document = &self.document;
-        let guests = document.guests.iter().enumerate().map(|(number, guest)| {
+        let (state, document) = (&self.copier.state, &self.copier.document);
+        let guests = state.guests.iter().enumerate().map(|(number, guest)| {
             let disks = guest.disks.iter().enumerate();
             GuestStatus {
                 name: guest.name.clone(),
@@ -202,7 +202,7 @@ impl Job {
             is_begun: document.position.is_some(),
             parity: document.parity,
             key,
-            version: document.version,
+            version: state.version,
             sealed: document.sealed,
             guests: guests.collect(),
             devices: devices.collect(),
@@ -215,9 +215,9 @@ impl Job {
 
     /// Returns whether the destination has confirmed all disks as they were sealed last.
     pub fn is_confirmed(&self) -> bool {
-        let document = &self.document;
+        let document = &self.copier.document;
         let confirmed = document.confirmed.as_ref().map(|it| it.version);
-        document.sealed && confirmed == Some(document.version) && self.added().is_none()
+        document.sealed && confirmed == Some(self.copier.state.version) && self.added().is_none()
     }
 
     fn disk_status(&self, at: (usize, usize), (guest, known): (&str, &KnownDisk)) -> DiskStatus {
@@ -240,8 +240,8 @@ impl Job {
         (guest, known): (&str, &KnownDisk),
         now: Option<u64>,
     ) -> Reading {
-        let document = &self.document;
-        let next = document.next;
+        let (state, document) = (&self.copier.state, &self.copier.document);
+        let next = state.next;
         // A top-up looks at the size again, and so does a beginning.
         let looks_again = document.sealed || document.position.is_none();
         let bytes = match looks_again {
@@ -255,12 +255,12 @@ impl Job {
             (false, false, true) => (next.chunk * CHUNK_BYTES as u64).min(bytes),
         };
         let last = match document.sealed {
-            true => document.version,
-            false => document.version - 1,
+            true => state.version,
+            false => state.version - 1,
         };
         let bytes = bytes - from;
-        let changed = moment::changed_bytes(&*self.tracking, guest, known);
-        match (self.digests(at, last).exists(), changed) {
+        let changed = moment::changed_bytes(&*self.copier.tracking, guest, known);
+        match (self.copier.digests(at, last).exists(), changed) {
             (true, Some(bytes)) => Reading::Changed { bytes, with: last },
             (true, None) => Reading::Compare {
                 from,
@@ -273,7 +273,7 @@ impl Job {
 
     fn attachment(&self, number: usize, path: &Path, key: Fingerprint) -> Attachment {
         let absent = |why: String| Attachment::Absent { why };
-        if self.document.position.is_none() {
+        if self.copier.document.position.is_none() {
             return absent("nothing was written to it".to_owned());
         }
         let device = match Device::open(path, false) {

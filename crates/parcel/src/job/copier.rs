@@ -1,0 +1,84 @@
+//! What parcels and replicas have in common: versions of guests' disks that are copied to a place
+//! which only takes records, and how far that has come.
+
+use super::document::{self, Copied};
+use super::error::JobError;
+use super::moment::Tracking;
+use crate::record::Record;
+use crate::writer::Writer;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::fmt::Debug;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Where records go.
+pub(super) trait Sink {
+    /// Puts a record behind the others.
+    fn put(&mut self, record: &Record) -> Result<(), JobError>;
+
+    /// Puts a record that was encoded before.
+    fn put_encoded(&mut self, kind: u8, rest: &[u8]) -> Result<(), JobError>;
+}
+
+impl Sink for Writer {
+    fn put(&mut self, record: &Record) -> Result<(), JobError> {
+        Ok(Writer::put(self, record)?)
+    }
+
+    fn put_encoded(&mut self, kind: u8, rest: &[u8]) -> Result<(), JobError> {
+        Ok(Writer::put_encoded(self, kind, rest)?)
+    }
+}
+
+/// What is kept beside the state of the copies, in one document with it.
+pub(super) trait Document: Debug + Serialize + DeserializeOwned {
+    /// Where the records go.
+    type Sink: Sink + ?Sized;
+
+    /// Makes durable what was put, and notes where that is.
+    fn sync(&mut self, sink: &mut Self::Sink) -> Result<(), JobError>;
+
+    /// Returns whether its numbers are possible.
+    fn is_possible(&self) -> bool;
+}
+
+/// Copies versions of guests' disks.
+#[derive(Debug)]
+pub(super) struct Copier<D> {
+    pub(super) folder: PathBuf,
+    pub(super) state: Copied,
+    pub(super) document: D,
+    pub(super) durable_every: Duration,
+    pub(super) tracking: Box<dyn Tracking>,
+}
+
+impl<D: Document> Copier<D> {
+    /// Reads what the last command has left.
+    pub(super) fn read(&mut self) -> Result<(), JobError> {
+        (self.state, self.document) = document::read(&self.folder)?;
+        Ok(())
+    }
+
+    /// Makes the document durable.
+    pub(super) fn save(&self) -> Result<(), JobError> {
+        document::save(&self.folder, &self.state, &self.document)
+    }
+
+    /// Makes durable what was put, and then the document.
+    pub(super) fn durable(&mut self, sink: &mut D::Sink) -> Result<(), JobError> {
+        self.document.sync(sink)?;
+        self.save()
+    }
+
+    /// Returns the file of the digests that a disk has in a version.
+    pub(super) fn digests(&self, (guest, disk): (usize, usize), version: u64) -> PathBuf {
+        self.folder
+            .join(format!("digests.{guest}.{disk}.{version}"))
+    }
+}
+
+/// Returns the folder that has a file.
+pub(super) fn parent_of(path: &Path) -> &Path {
+    path.parent().unwrap_or(Path::new("/"))
+}
