@@ -7,6 +7,7 @@ mod document;
 mod error;
 mod export;
 mod moment;
+mod replication;
 mod rests;
 mod setup;
 mod ship;
@@ -16,11 +17,13 @@ pub use check::{Checked, CheckedDisk, Verdict};
 pub use document::{Confirmation, JobDisk, JobGuest, Seal, SealedDisk, Shipment};
 pub use error::JobError;
 pub use moment::{Tracking, Untracked};
+pub use replication::{ReplicaLink, Replicated, Replication, Schedule};
 pub use status::{Attachment, DeviceStatus, DiskStatus, GuestStatus, Reading, Status};
 
 use crate::cell::CELL_BYTES;
 use crate::device::Device;
 use crate::key::DataKey;
+use crate::lock::FolderLock;
 use crate::reader::Parcel;
 use crate::tree::Tree;
 use crate::writer::Writer;
@@ -28,10 +31,7 @@ use copier::Copier;
 use document::{KnownDisk, KnownGuest, Next, ParcelDocument};
 use error::io_at;
 use longhaul_storage::disk::{Disk as _, RawDisk};
-use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
 use rests::Rests;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -93,19 +93,9 @@ impl Job {
         })
     }
 
-    fn lock_folder(folder: &Path, name: &str) -> Result<Flock<File>, JobError> {
-        let fails = io_at(folder);
-        let folder = File::open(folder).map_err(&fails)?;
-        let lock = Flock::lock(folder, FlockArg::LockExclusiveNonblock);
-        lock.map_err(|(_, errno)| match errno {
-            Errno::EWOULDBLOCK => JobError::Busy(name.to_owned()),
-            errno => fails(errno.into()),
-        })
-    }
-
     /// Keeps other commands from the job, and reads what the last one has left.
-    fn lock(&mut self) -> Result<Flock<File>, JobError> {
-        let lock = Self::lock_folder(&self.copier.folder, &self.copier.document.name)?;
+    fn lock(&mut self) -> Result<FolderLock, JobError> {
+        let lock = copier::lock(&self.copier.folder, &self.copier.document.name)?;
         self.copier.read()?;
         Ok(lock)
     }

@@ -19,12 +19,14 @@ mod key;
 mod layout;
 #[cfg(test)]
 mod lives;
+mod lock;
 mod log;
 mod parity;
 pub mod plan;
 mod queue;
 mod reader;
 mod record;
+mod replica;
 mod report;
 mod room;
 mod row;
@@ -38,14 +40,17 @@ pub use header::{Earlier, GENERATIONS_MAX, Header, HeaderError, ParcelId, Proof}
 pub use import::{ImportError, ImportedDisk, import};
 pub use job::{
     Attachment, Checked, CheckedDisk, Confirmation, DeviceStatus, DiskStatus, GuestStatus, Job,
-    JobDisk, JobError, JobGuest, Reading, Seal, SealedDisk, Shipment, Status, Step, Tracking,
-    Untracked, Verdict,
+    JobDisk, JobError, JobGuest, Reading, ReplicaLink, Replicated, Replication, Schedule, Seal,
+    SealedDisk, Shipment, Status, Step, Tracking, Untracked, Verdict,
 };
 pub use key::{DataKey, Fingerprint, KeyError};
 pub use layout::{DEVICES_MAX, Layout, LayoutError, Roles};
 pub use log::{LogReader, PLAIN_BYTES};
 pub use reader::{Damage, OpenError, Parcel, ReadError, Report};
 pub use record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, RecordError, Version, VersionDisk};
+pub use replica::{
+    Replica, ReplicaDisk, ReplicaError, ReplicaId, ReplicaSpec, ReplicaVersion, ReplicaVersionDisk,
+};
 pub use report::{
     DeviceState, ImportReport, REPORT_BYTES_MAX, ReportError, ReportedDevice, ReportedDisk,
     SignedReport,

@@ -2,8 +2,9 @@
 //! which only takes records, and how far that has come.
 
 use super::document::{self, Copied};
-use super::error::JobError;
+use super::error::{JobError, io_at};
 use super::moment::Tracking;
+use crate::lock::{FolderLock, lock_folder};
 use crate::record::Record;
 use crate::writer::Writer;
 use serde::Serialize;
@@ -81,4 +82,10 @@ impl<D: Document> Copier<D> {
 /// Returns the folder that has a file.
 pub(super) fn parent_of(path: &Path) -> &Path {
     path.parent().unwrap_or(Path::new("/"))
+}
+
+/// Keeps other commands from the folder of a job.
+pub(super) fn lock(folder: &Path, name: &str) -> Result<FolderLock, JobError> {
+    let lock = lock_folder(folder).map_err(io_at(folder))?;
+    lock.ok_or_else(|| JobError::Busy(name.to_owned()))
 }

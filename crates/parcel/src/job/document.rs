@@ -166,6 +166,10 @@ pub(super) struct Copied {
     /// Whether only guests whose last version is of no moment get this one.
     #[serde(default)]
     pub(super) consolidates: bool,
+    /// Whether the version before is no version, but what was found at the destination: comparing
+    /// with it takes too long for a moment.
+    #[serde(default)]
+    pub(super) is_first: bool,
 }
 
 impl Copied {

@@ -52,7 +52,7 @@ pub enum JobError {
     #[error("the {0} {1} is named twice")]
     Twice(&'static str, String),
     /// Another command works on it.
-    #[error("another command works on the parcel {0}: wait until it has ended")]
+    #[error("another command works on {0}: wait until it has ended")]
     Busy(String),
     /// There is none.
     #[error("this host has no such parcel: there is no {}", .0.display())]
@@ -137,6 +137,9 @@ pub enum JobError {
     /// A moment of a guest's disks is lost.
     #[error("the disks cannot be exported as of one moment: {0}")]
     Moment(CheckpointError),
+    /// The host of a replica is not reached, or does not take what is sent.
+    #[error(transparent)]
+    Link(io::Error),
     /// What is exported is not one of the format.
     #[error(transparent)]
     Record(#[from] RecordError),

@@ -104,7 +104,7 @@ impl<D: Document> Copier<D> {
             return Ok(None);
         };
         let has_version = |at| self.digests((number, at), self.state.version - 1).exists();
-        if !(0..guest.disks.len()).all(has_version) {
+        if self.state.is_first || !(0..guest.disks.len()).all(has_version) {
             return Ok(None);
         }
         let Some(exports) = moment::exports(&*self.tracking, &guest)? else {
@@ -319,6 +319,7 @@ impl<D: Document> Copier<D> {
             self.state.version += 1;
             self.state.next = Next::default();
             self.state.consolidates = true;
+            self.state.is_first = false;
             self.save()?;
         }
         Ok(any)

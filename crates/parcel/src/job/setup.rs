@@ -1,6 +1,6 @@
 //! What goes into a parcel, and onto which devices.
 
-use super::copier::{Copier, parent_of};
+use super::copier::{self, Copier, parent_of};
 use super::document::{self, Copied, JobDisk, JobGuest, KnownGuest, ParcelDocument};
 use super::error::{JobError, io_at};
 use super::moment::Untracked;
@@ -42,7 +42,7 @@ impl Job {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             created => created.map_err(io_at(folder))?,
         }
-        let lock = Self::lock_folder(folder, &settings.name)?;
+        let lock = copier::lock(folder, &settings.name)?;
         match document::read::<ParcelDocument>(folder) {
             Err(JobError::Unknown(_)) => {}
             Ok(_) => return Err(JobError::Exists(settings.name.clone())),

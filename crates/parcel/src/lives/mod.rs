@@ -5,9 +5,9 @@
 
 mod bench;
 mod cases;
-mod dice;
+pub(crate) mod dice;
 mod life;
-mod places;
+pub(crate) mod places;
 mod ship;
 mod source;
 

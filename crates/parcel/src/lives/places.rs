@@ -4,7 +4,7 @@ use crate::lives::dice::{Dice, Killed};
 use crate::room::{Places, Room};
 use longhaul_storage::files::{Access, Files, OpenFile};
 use nix::errno::Errno;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::io;
 use std::panic::resume_unwind;
@@ -18,12 +18,16 @@ struct Content {
     durable: Vec<u8>,
 }
 
+/// Bytes that are written as a whole, or not at all.
+const SECTOR_BYTES: usize = 64;
+
 type Shared = Arc<Mutex<Content>>;
 
 #[derive(Debug, Default)]
 struct State {
     names: BTreeMap<PathBuf, Shared>,
     durable: BTreeMap<PathBuf, Shared>,
+    folders: BTreeSet<PathBuf>,
     /// Operations until the import is killed, or an operation fails with this.
     event: Option<(u64, Option<Errno>)>,
     is_dead: bool,
@@ -33,7 +37,7 @@ struct State {
 
 /// The folder.
 #[derive(Debug, Clone)]
-pub(super) struct Memory(Arc<Mutex<State>>);
+pub(crate) struct Memory(Arc<Mutex<State>>);
 
 #[derive(Debug)]
 struct Open {
@@ -48,7 +52,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Memory {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let state = State {
             free_bytes: 1 << 40,
             ..State::default()
@@ -57,22 +61,22 @@ impl Memory {
     }
 
     /// Plans that the import is killed at an operation, or that this fails.
-    pub(super) fn plan(&self, event: Option<(u64, Option<Errno>)>) {
+    pub(crate) fn plan(&self, event: Option<(u64, Option<Errno>)>) {
         let mut state = locked(&self.0);
         (state.event, state.is_dead, state.has_failed) = (event, false, false);
     }
 
     /// Returns whether an operation has failed as it was planned.
-    pub(super) fn has_failed(&self) -> bool {
+    pub(crate) fn has_failed(&self) -> bool {
         locked(&self.0).has_failed
     }
 
-    pub(super) fn set_free(&self, bytes: u64) {
+    pub(crate) fn set_free(&self, bytes: u64) {
         locked(&self.0).free_bytes = bytes;
     }
 
     /// Returns all files.
-    pub(super) fn files(&self) -> BTreeMap<PathBuf, Vec<u8>> {
+    pub(crate) fn files(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let state = locked(&self.0);
         let each = state.names.iter();
         each.map(|(path, content)| (path.clone(), locked(content).now.clone()))
@@ -80,26 +84,35 @@ impl Memory {
     }
 
     /// Removes what was imported, as an operator does before another import.
-    pub(super) fn clear_named(&self) {
+    pub(crate) fn clear_named(&self) {
         let mut state = locked(&self.0);
         let is_part = |path: &PathBuf| path.to_string_lossy().contains("/.");
         state.names.retain(|path, _| is_part(path));
         state.durable = state.names.clone();
     }
 
-    pub(super) fn power_cut(&self, dice: &mut Dice) {
+    pub(crate) fn power_cut(&self, dice: &mut Dice) {
         let mut state = locked(&self.0);
         if dice.once_in(2) {
             state.names = state.durable.clone();
         }
         for content in state.names.values() {
             let mut content = locked(content);
-            if content.now != content.durable {
-                let length = content.now.len();
-                let kept = dice.below(length as u64 + 1) as usize;
-                content.now.truncate(kept);
-                content.now.resize(length, 0);
+            let Content { now, durable } = &mut *content;
+            if dice.once_in(2) {
+                now.resize(durable.len(), 0);
             }
+            // Of each sector either the old content or the new one is there.
+            for (sector, new) in now.chunks_mut(SECTOR_BYTES).enumerate() {
+                if dice.once_in(2) {
+                    continue;
+                }
+                let from = sector * SECTOR_BYTES;
+                let old = durable.get(from..).unwrap_or_default();
+                let old = old.iter().chain(std::iter::repeat(&0));
+                new.iter_mut().zip(old).for_each(|(new, old)| *new = *old);
+            }
+            *durable = now.clone();
         }
     }
 
@@ -130,16 +143,41 @@ impl Memory {
 }
 
 impl Files for Memory {
-    fn open(&self, _path: &Path, _access: Access) -> io::Result<Box<dyn OpenFile>> {
-        Err(Errno::ENOSYS.into())
+    fn open(&self, path: &Path, access: Access) -> io::Result<Box<dyn OpenFile>> {
+        if access == Access::Create {
+            self.operate()?;
+        }
+        let mut state = locked(&self.0);
+        let content = match (state.names.get(path), access) {
+            (Some(content), _) => content.clone(),
+            (None, Access::Create) => state.names.entry(path.to_path_buf()).or_default().clone(),
+            (None, _) => return Err(Errno::ENOENT.into()),
+        };
+        Ok(Box::new(Open {
+            memory: self.clone(),
+            content,
+        }))
     }
 
-    fn create_folder(&self, _path: &Path) -> io::Result<()> {
-        Err(Errno::ENOSYS.into())
+    fn create_folder(&self, path: &Path) -> io::Result<()> {
+        self.operate()?;
+        // Names of files are what counts.
+        match locked(&self.0).folders.insert(path.to_path_buf()) {
+            true => Ok(()),
+            false => Err(Errno::EEXIST.into()),
+        }
     }
 
-    fn names(&self, _folder: &Path) -> io::Result<Vec<OsString>> {
-        Err(Errno::ENOSYS.into())
+    fn names(&self, folder: &Path) -> io::Result<Vec<OsString>> {
+        let state = locked(&self.0);
+        let inside = state
+            .names
+            .keys()
+            .filter(|path| path.parent() == Some(folder));
+        Ok(inside
+            .filter_map(|path| path.file_name())
+            .map(OsString::from)
+            .collect())
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -200,13 +238,18 @@ impl OpenFile for Open {
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.memory.operate()?;
+        let operated = self.memory.operate();
+        // A write that fails may have written a part.
+        let bytes = match &operated {
+            Ok(()) => bytes,
+            Err(_) => bytes.get(..bytes.len() / 2).unwrap_or_default(),
+        };
         let mut content = locked(&self.content);
         let (from, to) = (offset as usize, offset as usize + bytes.len());
         let length = content.now.len().max(to);
         content.now.resize(length, 0);
         content.now[from..to].copy_from_slice(bytes);
-        Ok(())
+        operated
     }
 
     fn set_length(&self, length: u64) -> io::Result<()> {

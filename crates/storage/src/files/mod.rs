@@ -74,7 +74,7 @@ pub(crate) fn read_whole(file: &dyn OpenFile, length_max: u64) -> io::Result<Opt
 }
 
 /// Creates or replaces a whole file, durably.
-pub(crate) fn replace(
+pub fn replace(
     files: &dyn Files,
     path: &Path,
     bytes: &[u8],

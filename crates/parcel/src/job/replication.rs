@@ -1,0 +1,339 @@
+//! The source of a replica: brings versions of a guest's disks to another host, again and again.
+
+use super::copier::{self, Copier, Document, Sink, parent_of};
+use super::document::{self, Copied, JobGuest, KnownGuest, Next};
+use super::error::{JobError, io_at};
+use super::moment::{Tracking, Untracked};
+use super::{DURABLE_EVERY, Step};
+use crate::lock::FolderLock;
+use crate::record::Record;
+use crate::replica::ReplicaId;
+use longhaul_storage::disk::{Disk as _, RawDisk};
+use ring::rand::{SecureRandom as _, SystemRandom};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::path::Path;
+
+/// Bytes of a chunk's digest.
+const DIGEST_BYTES: usize = 32;
+
+/// The replica's host.
+pub trait ReplicaLink {
+    /// Begins a version of disks of these sizes. Returns the number of the newest version there.
+    ///
+    /// # Errors
+    /// When the host is not reached, or does not take it.
+    fn begin(&mut self, sizes: &[u64]) -> io::Result<Option<u64>>;
+
+    /// Returns the digests of some chunks of a disk from this one on, as the host has them; none
+    /// behind the last one.
+    ///
+    /// # Errors
+    /// As above.
+    fn digests(&mut self, disk: usize, first: u64) -> io::Result<Vec<u8>>;
+
+    /// Sends a record: its kind, and the rest of it.
+    ///
+    /// # Errors
+    /// As above.
+    fn put(&mut self, kind: u8, rest: &[u8]) -> io::Result<()>;
+
+    /// Waits until all records are durable there.
+    ///
+    /// # Errors
+    /// As above.
+    fn sync(&mut self) -> io::Result<()>;
+}
+
+impl Sink for dyn ReplicaLink + '_ {
+    fn put(&mut self, record: &Record) -> Result<(), JobError> {
+        let (kind, rest) = record.encode()?;
+        self.put_encoded(kind, &rest)
+    }
+
+    fn put_encoded(&mut self, kind: u8, rest: &[u8]) -> Result<(), JobError> {
+        ReplicaLink::put(self, kind, rest).map_err(JobError::Link)
+    }
+}
+
+/// What is kept of a replica at its source.
+#[derive(Debug, Serialize, Deserialize)]
+struct ReplicationDocument {
+    id: ReplicaId,
+    #[serde(flatten)]
+    schedule: Schedule,
+    /// The last version of one moment that the host has confirmed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    last: Option<Replicated>,
+    /// The last version that the host has confirmed.
+    confirmed: Option<u64>,
+}
+
+impl Document for ReplicationDocument {
+    type Sink = dyn ReplicaLink;
+
+    fn sync(&mut self, link: &mut Self::Sink) -> Result<(), JobError> {
+        link.sync().map_err(JobError::Link)
+    }
+
+    fn is_possible(&self) -> bool {
+        true
+    }
+}
+
+/// The source of a replica.
+#[derive(Debug)]
+pub struct Replication {
+    copier: Copier<ReplicationDocument>,
+}
+
+/// Where a replica goes, and how often.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Schedule {
+    /// The name of the host.
+    pub to: String,
+    /// The seconds between two versions.
+    pub every_s: u64,
+    /// How many versions are kept, at least one.
+    pub keep: u32,
+}
+
+/// What one run has brought.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Replicated {
+    /// The version.
+    pub version: u64,
+    /// When it was begun, in seconds since 1970: it has all that was written before.
+    pub time: u64,
+    /// Whether all disks are as they were at one moment.
+    pub consistent: bool,
+}
+
+impl Replication {
+    /// Makes the source of a replica. `folder` is its own, and does not exist.
+    ///
+    /// # Errors
+    /// When it cannot be written, or a disk cannot be opened.
+    pub fn make(folder: &Path, guest: JobGuest, schedule: Schedule) -> Result<Self, JobError> {
+        let parent = parent_of(folder);
+        fs::create_dir_all(parent).map_err(io_at(parent))?;
+        match fs::create_dir(folder) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            created => created.map_err(io_at(folder))?,
+        }
+        let mut id = [0; 16];
+        let drawn = SystemRandom::new().fill(&mut id);
+        drawn.map_err(|_| io_at(folder)(io::Error::other("the system has no random numbers")))?;
+        let copier = Copier {
+            folder: folder.to_path_buf(),
+            state: Copied {
+                guests: vec![KnownGuest::look(guest)?],
+                version: 1,
+                ..Copied::default()
+            },
+            document: ReplicationDocument {
+                id: ReplicaId(id),
+                schedule,
+                last: None,
+                confirmed: None,
+            },
+            durable_every: DURABLE_EVERY,
+            tracking: Box::new(Untracked),
+        };
+        copier.save()?;
+        Ok(Self { copier })
+    }
+
+    /// Opens the source of a replica.
+    ///
+    /// # Errors
+    /// When there is none, or it cannot be read.
+    pub fn open(folder: &Path) -> Result<Self, JobError> {
+        let (state, document) = document::read::<ReplicationDocument>(folder)?;
+        Ok(Self {
+            copier: Copier {
+                folder: folder.to_path_buf(),
+                state,
+                document,
+                durable_every: DURABLE_EVERY,
+                tracking: Box::new(Untracked),
+            },
+        })
+    }
+
+    /// Says where the exports are found that track the writes to the disks. Without them, whole
+    /// disks are read, each chunk as it is then.
+    #[must_use]
+    pub fn with_tracking(mut self, tracking: impl Tracking + 'static) -> Self {
+        self.copier.tracking = Box::new(tracking);
+        self
+    }
+
+    /// Returns the replica's id.
+    pub fn id(&self) -> ReplicaId {
+        self.copier.document.id
+    }
+
+    /// Returns where it goes, and how often.
+    pub fn schedule(&self) -> &Schedule {
+        &self.copier.document.schedule
+    }
+
+    /// Changes where it goes, and how often. Another host is compared with.
+    ///
+    /// # Errors
+    /// When that cannot be saved, or a version is being brought.
+    pub fn set_schedule(&mut self, schedule: Schedule) -> Result<(), JobError> {
+        let _lock = self.lock()?;
+        if schedule.to != self.copier.document.schedule.to {
+            self.copier.document.confirmed = None;
+            self.copier.document.last = None;
+        }
+        self.copier.document.schedule = schedule;
+        self.copier.save()
+    }
+
+    /// Returns the last version of one moment that the host has confirmed.
+    pub fn last(&self) -> Option<Replicated> {
+        self.copier.document.last
+    }
+
+    /// Returns the guest.
+    pub fn guest(&self) -> Option<JobGuest> {
+        let guest = self.copier.state.guests.first()?;
+        Some(JobGuest {
+            name: guest.name.clone(),
+            disks: guest.disks.iter().map(|known| known.disk.clone()).collect(),
+        })
+    }
+
+    fn lock(&mut self) -> Result<FolderLock, JobError> {
+        let name = self.guest().map_or_else(String::new, |guest| guest.name);
+        let lock = copier::lock(&self.copier.folder, &name)?;
+        self.copier.read()?;
+        Ok(lock)
+    }
+
+    /// Brings another version to the host. If writes are tracked, it is of one moment, and only
+    /// what may have changed is read.
+    ///
+    /// # Errors
+    /// When a disk cannot be read, or the host does not take it. It can be done again: what the
+    /// host has of the last version stays.
+    pub fn run(
+        &mut self,
+        now: u64,
+        link: &mut (dyn ReplicaLink + 'static),
+        progress: &mut dyn FnMut(&Step<'_>),
+    ) -> Result<Replicated, JobError> {
+        let _lock = self.lock()?;
+        let mut sizes = Vec::new();
+        for known in self
+            .copier
+            .state
+            .guests
+            .iter_mut()
+            .flat_map(|it| &mut it.disks)
+        {
+            known.bytes = RawDisk::open_to_read(&known.disk.path)?.size_bytes();
+            sizes.push(known.bytes);
+        }
+        let newest = link.begin(&sizes).map_err(JobError::Link)?;
+        let base = match (newest, self.copier.document.confirmed) {
+            (Some(newest), Some(confirmed)) if newest == confirmed => confirmed,
+            (newest, confirmed) => self.compare(newest, confirmed, link)?,
+        };
+        self.forget_others(base)?;
+        self.copier.state.is_first = newest.is_none();
+        self.copier.state.version = base + 1;
+        self.copier.state.next = Next::default();
+        self.copier.state.consolidates = false;
+        self.copier.save()?;
+        self.copier.export_all(link, now, progress)?;
+        let mut guests = self.copier.state.guests.iter();
+        let replicated = Replicated {
+            version: self.copier.state.version,
+            time: now,
+            consistent: guests.all(|guest| guest.consistent),
+        };
+        self.copier.document.confirmed = Some(replicated.version);
+        if replicated.consistent {
+            self.copier.document.last = Some(replicated);
+        }
+        self.copier.save()?;
+        Ok(replicated)
+    }
+
+    /// Takes what the host has as the last version. Returns the number under which it is kept.
+    fn compare(
+        &mut self,
+        newest: Option<u64>,
+        confirmed: Option<u64>,
+        link: &mut (dyn ReplicaLink + 'static),
+    ) -> Result<u64, JobError> {
+        // If the host has a version that it could not confirm any more, the records still name all
+        // that has changed since the one before, and so all that has changed since this one.
+        let is_later = newest
+            .zip(confirmed)
+            .is_some_and(|(newest, it)| newest > it);
+        let base = newest.unwrap_or(self.copier.state.version);
+        let Some(guest) = self.copier.state.guests.first_mut() else {
+            return Ok(base);
+        };
+        for known in &mut guest.disks {
+            known.begun = None;
+            if !is_later {
+                known.since = None;
+                known.version_bytes = 0;
+            }
+        }
+        guest.consistent &= is_later;
+        let disks = guest.disks.len();
+        // The digests that are there now are of other versions.
+        self.copier.document.confirmed = None;
+        self.copier.save()?;
+        self.forget_others(0)?;
+        for disk in 0..disks {
+            let path = self.copier.digests((0, disk), base);
+            let fails = io_at(&path);
+            let mut file = File::create(&path).map_err(&fails)?;
+            let mut chunk = 0;
+            loop {
+                let digests = link.digests(disk, chunk).map_err(JobError::Link)?;
+                if digests.is_empty() {
+                    break;
+                }
+                file.write_all(&digests).map_err(&fails)?;
+                chunk += (digests.len() / DIGEST_BYTES) as u64;
+            }
+            file.sync_all().map_err(&fails)?;
+        }
+        self.copier.document.confirmed = newest;
+        Ok(base)
+    }
+
+    /// Removes the digests of all versions but one.
+    fn forget_others(&self, version: u64) -> Result<(), JobError> {
+        let folder = &self.copier.folder;
+        let fails = io_at(folder);
+        for entry in fs::read_dir(folder).map_err(&fails)? {
+            let name = entry.map_err(&fails)?.file_name();
+            let name = name.to_string_lossy();
+            let is_other = name.starts_with("digests.") && !name.ends_with(&format!(".{version}"));
+            if is_other {
+                fs::remove_file(folder.join(&*name)).map_err(&fails)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns how many bytes of the disks may have changed since the last version that the host
+    /// has confirmed; `None` if all of them are compared.
+    pub fn changed_bytes(&self) -> Option<u64> {
+        let guest = self.copier.state.guests.first()?;
+        let each = guest.disks.iter();
+        each.map(|known| super::moment::changed_bytes(&*self.copier.tracking, &guest.name, known))
+            .sum()
+    }
+}

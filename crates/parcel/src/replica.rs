@@ -1,0 +1,475 @@
+//! Replicas: what a destination keeps of a guest's disks, version by version.
+//!
+//! The images have the newest version. An earlier one is restored with *undo logs*, each of which
+//! has what one version replaced. Records of the next version are collected beside the images, and
+//! applied when all of them are durable: whenever the host stops, the images have a whole version,
+//! or get it when the replica is opened again.
+
+mod apply;
+mod document;
+mod error;
+mod records;
+mod restore;
+#[cfg(test)]
+mod tests;
+
+pub use document::{ReplicaDisk, ReplicaId, ReplicaSpec, ReplicaVersion, ReplicaVersionDisk};
+pub use error::ReplicaError;
+
+use crate::lock::{FolderLock, lock_folder};
+use crate::record::{CHUNK_BYTES, Chunk, Guest, Record, Version};
+use crate::room::{Places, used_bytes};
+use crate::tree::Tree;
+use document::Document;
+use error::io_at;
+use longhaul_storage::files::{Access, OpenFile, RealFiles};
+use records::Collected;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Bytes of a chunk's digest.
+const DIGEST_BYTES: u64 = 32;
+/// Digests that are read or written at once.
+const DIGESTS_AT_ONCE: usize = 4096;
+
+/// A replica.
+#[derive(Debug)]
+pub struct Replica {
+    files: Arc<dyn Places>,
+    folder: PathBuf,
+    document: Document,
+    /// The disks, while records arrive.
+    open: Vec<OpenDisk>,
+    /// What arrives, if there is a version already.
+    collected: Option<Collected>,
+    /// Whether it is not known which document is durable.
+    is_in_doubt: bool,
+    /// Keeps other processes away.
+    lock: Option<FolderLock>,
+}
+
+/// A disk while records arrive.
+#[derive(Debug)]
+struct OpenDisk {
+    image: Box<dyn OpenFile>,
+    /// The digests of the chunks that the image has.
+    digests: Box<dyn OpenFile>,
+    /// Bytes of the version that arrives.
+    bytes: u64,
+}
+
+fn chunks_of(bytes: u64) -> u64 {
+    bytes.div_ceil(CHUNK_BYTES as u64)
+}
+
+/// Returns the length of a chunk.
+fn length_of(chunk: u64, bytes: u64) -> usize {
+    let from = chunk * CHUNK_BYTES as u64;
+    bytes.saturating_sub(from).min(CHUNK_BYTES as u64) as usize
+}
+
+impl Replica {
+    /// Makes a replica. `folder` is its own, and its parent exists. Images that exist are compared
+    /// with what arrives.
+    ///
+    /// # Errors
+    /// When there is one, or the folder cannot be written.
+    pub fn make(folder: &Path, spec: ReplicaSpec) -> Result<Self, ReplicaError> {
+        let mut replica = Self::make_in(Arc::new(RealFiles), folder, spec)?;
+        replica.lock = Some(Self::locked(folder, &replica.document.spec.guest)?);
+        Ok(replica)
+    }
+
+    fn locked(folder: &Path, name: &str) -> Result<FolderLock, ReplicaError> {
+        let lock = lock_folder(folder).map_err(io_at(folder))?;
+        lock.ok_or_else(|| ReplicaError::Busy(name.to_owned()))
+    }
+
+    pub(crate) fn make_in(
+        files: Arc<dyn Places>,
+        folder: &Path,
+        spec: ReplicaSpec,
+    ) -> Result<Self, ReplicaError> {
+        match files.create_folder(folder) {
+            // One that was interrupted before its document was there is made again.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            created => created.map_err(io_at(folder))?,
+        }
+        let parent = folder.parent().unwrap_or(folder);
+        files
+            .sync_folder(parent, "the replica's folder")
+            .map_err(io_at(parent))?;
+        if Document::read(&*files, folder)?.is_some() {
+            return Err(ReplicaError::Exists(spec.guest));
+        }
+        let document = Document::of(spec)?;
+        document.save(&*files, folder)?;
+        Ok(Self::with(files, folder, document))
+    }
+
+    fn with(files: Arc<dyn Places>, folder: &Path, document: Document) -> Self {
+        Self {
+            files,
+            folder: folder.to_path_buf(),
+            document,
+            open: Vec::new(),
+            collected: None,
+            is_in_doubt: true,
+            lock: None,
+        }
+    }
+
+    /// Opens a replica, and brings its images to the last version that is durable. `None` if there
+    /// is none in the folder.
+    ///
+    /// # Errors
+    /// When it cannot be read, another process uses it, or an image is missing or cannot be written.
+    pub fn open(folder: &Path) -> Result<Option<Self>, ReplicaError> {
+        let Some(document) = Document::read(&RealFiles, folder)? else {
+            return Ok(None);
+        };
+        let lock = Self::locked(folder, &document.spec.guest)?;
+        let mut replica = Self::open_in(Arc::new(RealFiles), folder)?;
+        if let Some(replica) = &mut replica {
+            replica.lock = Some(lock);
+        }
+        Ok(replica)
+    }
+
+    pub(crate) fn open_in(
+        files: Arc<dyn Places>,
+        folder: &Path,
+    ) -> Result<Option<Self>, ReplicaError> {
+        let Some(document) = Document::read(&*files, folder)? else {
+            return Ok(None);
+        };
+        let mut replica = Self::with(files, folder, document);
+        replica.recover()?;
+        Ok(Some(replica))
+    }
+
+    /// Reads what is said of a replica, and changes nothing.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn look(folder: &Path) -> Result<Option<(ReplicaSpec, Vec<ReplicaVersion>)>, ReplicaError> {
+        let document = Document::read(&RealFiles, folder)?;
+        Ok(document.map(|document| (document.spec, document.versions)))
+    }
+
+    /// Returns what the replica is of.
+    pub fn spec(&self) -> &ReplicaSpec {
+        &self.document.spec
+    }
+
+    /// Changes what the source says of the replica: its id, how often there is a version, and how
+    /// many are kept.
+    ///
+    /// # Errors
+    /// When that cannot be made durable.
+    pub fn follow(&mut self, id: ReplicaId, every_s: u64, keep: u32) -> Result<(), ReplicaError> {
+        let mut document = self.document.clone();
+        (document.spec.id, document.spec.every_s) = (id, every_s);
+        document.spec.keep = keep.max(1);
+        match document == self.document {
+            true => Ok(()),
+            false => self.replace(document),
+        }
+    }
+
+    /// Returns the versions that can be restored, from the earliest one.
+    pub fn versions(&self) -> &[ReplicaVersion] {
+        &self.document.versions
+    }
+
+    /// Returns the newest version.
+    pub fn newest(&self) -> Option<&ReplicaVersion> {
+        self.document.versions.last()
+    }
+
+    /// Begins to receive a version of disks of these sizes. What arrived of an earlier one and is
+    /// not complete is forgotten.
+    ///
+    /// # Errors
+    /// When there are other disks than the replica has, one has become smaller, or files cannot be
+    /// opened.
+    pub fn begin(&mut self, sizes: &[u64]) -> Result<(), ReplicaError> {
+        // What an error has interrupted goes on.
+        self.recover()?;
+        self.collected = None;
+        let known = std::mem::take(&mut self.open);
+        if sizes.len() != self.document.spec.disks.len() {
+            return Err(ReplicaError::Contradiction(
+                "it has another number of disks",
+            ));
+        }
+        let versions = self.document.versions.last();
+        let is_same = known.iter().map(|disk| &disk.bytes).eq(sizes);
+        if versions.is_none() && is_same {
+            // What has arrived of the first version is in the images.
+            self.open = known;
+            return Ok(());
+        }
+        let paths: Vec<PathBuf> = self
+            .document
+            .spec
+            .disks
+            .iter()
+            .map(|disk| disk.path.clone())
+            .collect();
+        for (at, (path, bytes)) in paths.iter().zip(sizes).enumerate() {
+            let had = versions.and_then(|version| version.disks.get(at));
+            if had.is_some_and(|had| *bytes < had.bytes) {
+                return Err(ReplicaError::Contradiction("a disk has become smaller"));
+            }
+            let disk = match versions {
+                Some(_) => self.open_disk(at, path, *bytes)?,
+                None => self.open_first(at, path, *bytes)?,
+            };
+            self.open.push(disk);
+        }
+        self.collected = match self.document.versions.is_empty() {
+            true => None,
+            false => Some(Collected::begin(&*self.files, &self.folder)?),
+        };
+        Ok(())
+    }
+
+    fn digests_file(&self, disk: usize) -> PathBuf {
+        self.folder.join(format!("digests.{disk}"))
+    }
+
+    /// Opens a disk that has a version.
+    fn open_disk(&self, at: usize, path: &Path, bytes: u64) -> Result<OpenDisk, ReplicaError> {
+        let digests = self.digests_file(at);
+        Ok(OpenDisk {
+            image: self.files.open(path, Access::Write).map_err(io_at(path))?,
+            digests: self
+                .files
+                .open(&digests, Access::Write)
+                .map_err(io_at(&digests))?,
+            bytes,
+        })
+    }
+
+    /// Opens the image of a disk of which there is no version, and finds out what it has.
+    fn open_first(&self, at: usize, path: &Path, bytes: u64) -> Result<OpenDisk, ReplicaError> {
+        let fails = io_at(path);
+        let image = match self.files.open(path, Access::Write) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let created = self.files.create(path).map_err(&fails)?;
+                let parent = path.parent().unwrap_or(path);
+                let synced = self.files.sync_folder(parent, "the image's name");
+                synced.map_err(io_at(parent))?;
+                created
+            }
+            opened => opened.map_err(&fails)?,
+        };
+        let had = image.length().map_err(&fails)?;
+        // What is beyond the end is not compared.
+        image.set_length(bytes).map_err(&fails)?;
+        let path = self.digests_file(at);
+        let digests = self.files.create(&path).map_err(io_at(&path))?;
+        let disk = OpenDisk {
+            image,
+            digests,
+            bytes,
+        };
+        disk.digest_all(had.min(bytes)).map_err(fails)?;
+        Ok(disk)
+    }
+
+    /// Returns the digests of chunks of a disk, as the images have them.
+    ///
+    /// # Errors
+    /// When there are no such chunks, or they cannot be read.
+    pub fn digests(&self, disk: usize, first: u64, count: usize) -> Result<Vec<u8>, ReplicaError> {
+        const NONE: ReplicaError = ReplicaError::Contradiction("there are no such chunks");
+        let disk = self.open.get(disk).ok_or(NONE)?;
+        let mut digests = vec![0; count.min(DIGESTS_AT_ONCE) * DIGEST_BYTES as usize];
+        let read = disk
+            .digests
+            .read_at(first.saturating_mul(DIGEST_BYTES), &mut digests);
+        read.map_err(|_| NONE)?;
+        Ok(digests)
+    }
+
+    /// Returns how many chunks of a disk have digests.
+    ///
+    /// # Errors
+    /// When there is no such disk, or its file cannot be read.
+    pub fn known_chunks(&self, disk: usize) -> Result<u64, ReplicaError> {
+        let none = ReplicaError::Contradiction("there is no such disk");
+        let length = self.open.get(disk).ok_or(none)?.digests.length();
+        Ok(length.map_err(io_at(&self.digests_file(disk)))? / DIGEST_BYTES)
+    }
+
+    /// Takes a record.
+    ///
+    /// # Errors
+    /// When it is not one of this replica, a version does not have the digests that it says, or a
+    /// file cannot be written. Then the version that arrives is lost, and the last one stays.
+    pub fn put(&mut self, kind: u8, rest: &[u8]) -> Result<(), ReplicaError> {
+        match Record::decode(kind, rest)? {
+            Record::Guest(guest) => self.put_guest(&guest),
+            Record::Chunk(chunk) => self.put_chunk(chunk, rest),
+            Record::Version(version) => self.put_version(version),
+        }
+    }
+
+    /// The sizes of a moment may be larger than those that were known when the version began.
+    fn put_guest(&mut self, guest: &Guest) -> Result<(), ReplicaError> {
+        let spec = &self.document.spec;
+        let names = guest.disks.iter().map(|disk| &disk.name);
+        if guest.name != spec.guest || !names.eq(spec.disks.iter().map(|disk| &disk.name)) {
+            return Err(ReplicaError::Contradiction("it is of another guest"));
+        }
+        for (open, disk) in self.open.iter_mut().zip(&guest.disks) {
+            if disk.bytes < open.bytes {
+                return Err(ReplicaError::Contradiction("a disk has become smaller"));
+            }
+            open.bytes = disk.bytes;
+        }
+        Ok(())
+    }
+
+    fn put_chunk(&mut self, chunk: Chunk, rest: &[u8]) -> Result<(), ReplicaError> {
+        const WRONG: ReplicaError = ReplicaError::Contradiction("a chunk is of no disk");
+        let at = chunk.disk as usize;
+        let open = self.open.get(at).ok_or(WRONG)?;
+        let length = length_of(chunk.chunk, open.bytes);
+        let fits = chunk.content.as_ref().is_none_or(|it| it.len() == length);
+        if length == 0 || !fits {
+            return Err(WRONG);
+        }
+        let content = chunk.content.unwrap_or_else(|| vec![0; length]);
+        let digest = Tree::of_chunk(&content);
+        match &mut self.collected {
+            Some(collected) => collected.add((at, chunk.chunk), rest, digest),
+            None => {
+                let written = open.write(chunk.chunk, &content, &digest);
+                written.map_err(|error| {
+                    let path = self.document.spec.disks.get(at).map(|disk| &disk.path);
+                    let error = io_at(path.unwrap_or(&self.folder))(error);
+                    // The image may have another content than its digest says.
+                    self.open.clear();
+                    error
+                })
+            }
+        }
+    }
+
+    /// Makes durable what has arrived.
+    ///
+    /// # Errors
+    /// When that fails.
+    pub fn sync(&mut self) -> Result<(), ReplicaError> {
+        match &mut self.collected {
+            Some(collected) => collected.sync(),
+            // Without a version nothing is known of the images after a crash, and all is compared.
+            None => Ok(()),
+        }
+    }
+
+    fn put_version(&mut self, version: Version) -> Result<(), ReplicaError> {
+        let last = self.newest().map_or(0, |last| last.version);
+        if version.version <= last || version.disks.len() != self.open.len() {
+            return Err(ReplicaError::Contradiction("it is not the next version"));
+        }
+        let sizes: Vec<u64> = self.open.iter().map(|disk| disk.bytes).collect();
+        let arrived = ReplicaVersion::of(version, &sizes);
+        self.check_digests(&arrived)?;
+        match self.collected.take() {
+            Some(collected) => self.commit(collected, arrived)?,
+            None => self.commit_first(arrived)?,
+        }
+        self.begin(&sizes)
+    }
+
+    /// The first version is in the images already.
+    fn commit_first(&mut self, version: ReplicaVersion) -> Result<(), ReplicaError> {
+        for (disk, open) in self.document.spec.disks.iter().zip(&self.open) {
+            let fails = io_at(&disk.path);
+            open.image.set_length(open.bytes).map_err(&fails)?;
+            open.image.sync("the image").map_err(&fails)?;
+            open.digests.sync("the digests").map_err(fails)?;
+        }
+        let folder = &self.folder;
+        let synced = self.files.sync_folder(folder, "the digests' names");
+        synced.map_err(io_at(folder))?;
+        let mut document = self.document.clone();
+        document.versions.push(version);
+        self.replace(document)
+    }
+
+    /// Makes another document durable.
+    fn replace(&mut self, document: Document) -> Result<(), ReplicaError> {
+        // If it fails, either of them may be there.
+        self.is_in_doubt = true;
+        document.save(&*self.files, &self.folder)?;
+        self.document = document;
+        self.is_in_doubt = false;
+        Ok(())
+    }
+
+    /// Makes the document durable.
+    fn save(&mut self) -> Result<(), ReplicaError> {
+        self.replace(self.document.clone())
+    }
+
+    /// Returns how many bytes the images and the undo logs take; images whose size is unknown count
+    /// as none.
+    pub fn used_bytes(&self) -> u64 {
+        let images = self
+            .document
+            .spec
+            .disks
+            .iter()
+            .map(|disk| disk.path.clone());
+        let undo = self
+            .document
+            .versions
+            .iter()
+            .map(|version| self.undo_file(version.version));
+        images
+            .chain(undo)
+            .filter_map(|path| used_bytes(&path))
+            .sum()
+    }
+}
+
+impl OpenDisk {
+    /// Digests the first bytes of the image, and zeros behind them.
+    fn digest_all(&self, had: u64) -> io::Result<()> {
+        let mut content = vec![0; CHUNK_BYTES];
+        let mut digests = Vec::new();
+        let zeros = Tree::of_chunk(&content);
+        let count = chunks_of(self.bytes);
+        for chunk in 0..count {
+            let from = chunk * CHUNK_BYTES as u64;
+            let length = length_of(chunk, self.bytes);
+            let content = content.get_mut(..length).unwrap_or_default();
+            let digest = match (from < had, length == CHUNK_BYTES) {
+                (false, true) => zeros,
+                _ => {
+                    self.image.read_at(from, content)?;
+                    Tree::of_chunk(content)
+                }
+            };
+            digests.extend(digest);
+            if digests.len() == DIGESTS_AT_ONCE * DIGEST_BYTES as usize || chunk + 1 == count {
+                let behind = (chunk + 1) * DIGEST_BYTES - digests.len() as u64;
+                self.digests.write_at(behind, &digests)?;
+                digests.clear();
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes a chunk and its digest.
+    fn write(&self, chunk: u64, content: &[u8], digest: &[u8; 32]) -> io::Result<()> {
+        self.image.write_at(chunk * CHUNK_BYTES as u64, content)?;
+        self.digests.write_at(chunk * DIGEST_BYTES, digest)
+    }
+}
