@@ -2,6 +2,7 @@
 
 use longhaul_protocol::message::{Acknowledgement, ToDestination, ToSource};
 use longhaul_protocol::piece::{Assembly, Piece};
+use longhaul_protocol::replica::{FromReplica, ToReplica};
 use longhaul_protocol::wire::{Message, decode, encode};
 use std::fmt::Debug;
 
@@ -10,6 +11,8 @@ pub(crate) fn run(data: &[u8]) {
     check::<ToDestination>(data);
     check::<ToSource>(data);
     check::<Acknowledgement>(data);
+    check::<ToReplica>(data);
+    check::<FromReplica>(data);
     if let Ok(piece) = Piece::decode(data) {
         assert_eq!(piece.encode(), data);
         let mut assembly = Assembly::default();

@@ -2,9 +2,10 @@
 
 use crate::operation::{Method, Operation};
 use crate::{
-    ANSWER_BYTES_MAX, ApiError, AttachGuest, DiscoveredGuests, EVENT_LINE_BYTES_MAX, Event, Guest,
-    Guests, Host, JoinRealm, Limit, Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult,
-    Progress, RealmStatus, ReclaimGuest, Report, Resolve, StartGuest, StartMigration, StopGuest,
+    ANSWER_BYTES_MAX, ApiError, AttachGuest, DiscoveredGuests, EVENT_LINE_BYTES_MAX, Event,
+    FailOver, FailedOver, Guest, Guests, Host, JoinRealm, Limit, Migration, Migrations, Plan,
+    PlanRequest, Probe, ProbeResult, Progress, RealmStatus, ReclaimGuest, Replicas, ReplicateGuest,
+    Replication, Replications, Report, Resolve, StartGuest, StartMigration, StopGuest,
     TrackedWrites, Trust, TrustedHost, TrustedHosts, WATCH_LINE_BYTES_MAX, What,
 };
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
@@ -29,6 +30,8 @@ const ANSWER_WAIT: Duration = Duration::from_secs(15);
 const WORK_WAIT: Duration = Duration::from_secs(180);
 /// Time limit between two lines of a stream. An agent sends one at least every second.
 const WATCH_WAIT: Duration = Duration::from_secs(20);
+/// Time limit for answers for which disks are copied.
+const COPY_WAIT: Duration = Duration::from_secs(24 * 3600);
 
 /// The reason of a failed request.
 #[derive(Debug, thiserror::Error)]
@@ -273,6 +276,49 @@ impl Client {
             .await
             .map_err(|_| self.silent(WORK_WAIT))?
             .map(|_| ())
+    }
+
+    /// Begins to replicate a guest to another host, or changes how.
+    pub async fn replicate(
+        &self,
+        guest: &str,
+        how: &ReplicateGuest,
+    ) -> Result<Replication, ClientError> {
+        self.send(Operation::ReplicateGuest, guest, how, WORK_WAIT)
+            .await
+    }
+
+    /// Returns the replications of the guests.
+    pub async fn replications(&self) -> Result<Replications, ClientError> {
+        self.get(Operation::ListReplications, "").await
+    }
+
+    /// Ends the replication of a guest.
+    pub async fn stop_replication(&self, guest: &str) -> Result<(), ClientError> {
+        let request = self.request(Operation::StopReplication, guest, Bytes::new())?;
+        timeout(WORK_WAIT, self.exchange(request))
+            .await
+            .map_err(|_| self.silent(WORK_WAIT))?
+            .map(|_| ())
+    }
+
+    /// Returns the replicas that the host keeps.
+    pub async fn replicas(&self) -> Result<Replicas, ClientError> {
+        self.get(Operation::ListReplicas, "").await
+    }
+
+    /// Removes a replica with all its versions.
+    pub async fn remove_replica(&self, guest: &str) -> Result<(), ClientError> {
+        let request = self.request(Operation::RemoveReplica, guest, Bytes::new())?;
+        timeout(WORK_WAIT, self.exchange(request))
+            .await
+            .map_err(|_| self.silent(WORK_WAIT))?
+            .map(|_| ())
+    }
+
+    /// Lets a guest run from its replica. An earlier version is copied first, which takes its time.
+    pub async fn fail_over(&self, guest: &str, how: &FailOver) -> Result<FailedOver, ClientError> {
+        self.send(Operation::FailOver, guest, how, COPY_WAIT).await
     }
 
     /// Checks and predicts a migration without changing anything.

@@ -20,6 +20,7 @@ pub mod operation;
 pub mod plan;
 pub mod properties;
 pub mod realm;
+pub mod replica;
 pub mod report;
 mod risk;
 pub mod tracked_writes;
@@ -52,6 +53,10 @@ pub use properties::{
 pub use realm::{
     HostPath, JoinRealm, PathKind, Realm, RealmGateway, RealmMember, RealmNetwork, RealmServer,
     RealmStanding, RealmStatus,
+};
+pub use replica::{
+    FailOver, FailedOver, Replica, ReplicaVersion, Replicas, ReplicateGuest, Replication,
+    ReplicationState, Replications,
 };
 pub use report::{
     BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, FaultReport, GuestClock, HookRun,

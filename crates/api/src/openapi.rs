@@ -2,10 +2,11 @@
 
 use crate::operation::Operation;
 use crate::{
-    ApiError, AttachGuest, DiscoveredGuests, ErrorCode, Event, Guest, Guests, Host, JoinRealm,
-    Limit, Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult, Progress, RealmStatus,
-    ReclaimGuest, Report, Resolve, StartGuest, StartMigration, StopGuest, TrackedWrites, Trust,
-    TrustedHost, TrustedHosts,
+    ApiError, AttachGuest, DiscoveredGuests, ErrorCode, Event, FailOver, FailedOver, Guest, Guests,
+    Host, JoinRealm, Limit, Migration, Migrations, Plan, PlanRequest, Probe, ProbeResult, Progress,
+    RealmStatus, ReclaimGuest, Replicas, ReplicateGuest, Replication, Replications, Report,
+    Resolve, StartGuest, StartMigration, StopGuest, TrackedWrites, Trust, TrustedHost,
+    TrustedHosts,
 };
 use schemars::generate::{SchemaGenerator, SchemaSettings};
 use schemars::{JsonSchema, Schema};
@@ -140,6 +141,29 @@ fn describe(operation: Operation) -> Description {
             "End the tracking of a guest's writes, and forget them",
         )
         .status(204),
+        Operation::ReplicateGuest => new(
+            "replicateGuest",
+            "Begin to replicate a guest to another host, or change how",
+        )
+        .takes::<ReplicateGuest>()
+        .gives::<Replication>("The other host takes it; the first version is under way."),
+        Operation::ListReplications => {
+            new("listReplications", "The replications of this host's guests")
+                .gives::<Replications>("The replications, by the names of their guests.")
+        }
+        Operation::StopReplication => new(
+            "stopReplication",
+            "End the replication of a guest; the other host keeps what it has",
+        )
+        .status(204),
+        Operation::ListReplicas => new("listReplicas", "The replicas that this host keeps")
+            .gives::<Replicas>("The replicas, by the names of their guests."),
+        Operation::RemoveReplica => {
+            new("removeReplica", "Remove a replica with all its versions").status(204)
+        }
+        Operation::FailOver => new("failOver", "Let a guest run here from its replica")
+            .takes::<FailOver>()
+            .gives::<FailedOver>("It belongs to this host, and its disks are in place."),
         Operation::PlanMigration => new(
             "planMigration",
             "Check and predict a migration, changing nothing",

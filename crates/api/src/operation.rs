@@ -68,6 +68,18 @@ pub enum Operation {
     GetTrackedWrites,
     /// Ends the tracking of a guest's writes.
     StopTrackingWrites,
+    /// Begins to replicate a guest to another host, or changes how.
+    ReplicateGuest,
+    /// Returns the replications of this host's guests.
+    ListReplications,
+    /// Ends the replication of a guest. The other host keeps what it has.
+    StopReplication,
+    /// Returns the replicas that this host keeps.
+    ListReplicas,
+    /// Removes a replica with all its versions.
+    RemoveReplica,
+    /// Lets a guest run here from its replica.
+    FailOver,
     /// Checks and predicts a migration without changing anything.
     PlanMigration,
     /// Starts a migration.
@@ -94,7 +106,7 @@ pub enum Operation {
 
 impl Operation {
     /// All operations.
-    pub const ALL: [Self; 31] = [
+    pub const ALL: [Self; 37] = [
         Self::GetHost,
         Self::ListHosts,
         Self::TrustHost,
@@ -115,6 +127,12 @@ impl Operation {
         Self::TrackWrites,
         Self::GetTrackedWrites,
         Self::StopTrackingWrites,
+        Self::ReplicateGuest,
+        Self::ListReplications,
+        Self::StopReplication,
+        Self::ListReplicas,
+        Self::RemoveReplica,
+        Self::FailOver,
         Self::PlanMigration,
         Self::StartMigration,
         Self::ListMigrations,
@@ -183,6 +201,12 @@ impl Operation {
             Self::TrackWrites => (Post, "/v1/guests/{guest}/tracked-writes"),
             Self::GetTrackedWrites => (Get, "/v1/guests/{guest}/tracked-writes"),
             Self::StopTrackingWrites => (Delete, "/v1/guests/{guest}/tracked-writes"),
+            Self::ReplicateGuest => (Put, "/v1/guests/{guest}/replication"),
+            Self::ListReplications => (Get, "/v1/replications"),
+            Self::StopReplication => (Delete, "/v1/guests/{guest}/replication"),
+            Self::ListReplicas => (Get, "/v1/replicas"),
+            Self::RemoveReplica => (Delete, "/v1/replicas/{guest}"),
+            Self::FailOver => (Post, "/v1/replicas/{guest}/failover"),
             Self::PlanMigration => (Post, "/v1/plans"),
             Self::StartMigration => (Post, "/v1/migrations"),
             Self::ListMigrations => (Get, "/v1/migrations"),

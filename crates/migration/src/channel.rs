@@ -116,6 +116,28 @@ fn halves<S, R>(channel: Channel) -> (Sender<S>, Receiver<R>) {
     )
 }
 
+impl<M> Sender<M> {
+    /// Returns the same half for messages of another kind, which follow those of this kind.
+    pub(crate) fn of<N>(self) -> Sender<N> {
+        Sender {
+            queue: self.queue,
+            queued_bytes: self.queued_bytes,
+            kind: PhantomData,
+        }
+    }
+}
+
+impl<M> Receiver<M> {
+    /// Returns the same half for messages of another kind, which follow those of this kind.
+    pub(crate) fn of<N>(self) -> Receiver<N> {
+        Receiver {
+            channel: self.channel,
+            put_back: self.put_back,
+            kind: PhantomData,
+        }
+    }
+}
+
 impl<M: Message + Named> Sender<M> {
     /// Queues a message. Fails if the queue is full or the channel is closed.
     pub(crate) fn send(&mut self, message: &M) -> Result<(), TalkError> {

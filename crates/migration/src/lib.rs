@@ -64,9 +64,9 @@ use crate::status::predictions::Predictions;
 use crate::status::registry::Registry;
 use crate::status::{failure, in_doubt};
 use longhaul_api::{
-    ApiError, ErrorCode, HandoverRecord, Limit, Migration, Outcome, Phase, Plan, PlanRequest,
-    Probe, ProbeResult, Progress, ReclaimGuest, Report, Resolve, Side, StartMigration,
-    TrackedWrites,
+    ApiError, ErrorCode, FailOver, FailedOver, HandoverRecord, Limit, Migration, Outcome, Phase,
+    Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest, Replica, ReplicateGuest,
+    Replication, Report, Resolve, Side, StartMigration, TrackedWrites,
 };
 use longhaul_hypervisor::capabilities::can_run;
 use longhaul_protocol::guest::GuestDescription;
@@ -78,8 +78,9 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, block_in_place};
 
+pub use crate::destination::replicas::folder_of as replica_folder;
 pub use crate::disks::lazy_base_images::of_guest as coming_bases;
 pub use crate::disks::tracked_writes::tracking_export;
 pub use crate::disks::volumes::sizes as disk_sizes;
@@ -190,6 +191,8 @@ impl Manager {
                 )
             })?;
         residue::sweep(&context, residues);
+        let taken_up = source.replications.take_up(&context);
+        taken_up.map_err(|error| cannot("go on with the replications", &error))?;
         let accepting = tokio::spawn(destination::dispatch::accept(
             destination.clone(),
             recovered.clone(),
@@ -476,6 +479,66 @@ impl Manager {
             ended
         };
         finish(tokio::spawn(end)).await
+    }
+
+    /// Begins to replicate a guest to another host, or changes how.
+    pub async fn replicate(
+        &self,
+        guest: &str,
+        how: ReplicateGuest,
+    ) -> Result<Replication, ApiError> {
+        let replications = &self.source.replications;
+        replications.replicate(&self.context, guest, how).await?;
+        let mut all = replications.list(&self.context).into_iter();
+        let found = all.find(|replication| replication.guest == guest);
+        found.ok_or_else(|| failure::internal("its replication has ended at once"))
+    }
+
+    /// Returns the replications of this host's guests.
+    pub fn replications(&self) -> Vec<Replication> {
+        self.source.replications.list(&self.context)
+    }
+
+    /// Ends the replication of a guest. The other host keeps what it has.
+    pub async fn stop_replication(&self, guest: &str) -> Result<(), ApiError> {
+        self.source.replications.stop(&self.context, guest).await
+    }
+
+    /// Returns the replicas that this host keeps.
+    pub fn replicas(&self) -> Result<Vec<Replica>, ApiError> {
+        let replicas = block_in_place(|| destination::replicas::list(&self.context));
+        replicas.map_err(|error| failure::internal(&error.to_string()))
+    }
+
+    /// Removes a replica with all its versions.
+    pub fn remove_replica(&self, guest: &str) -> Result<(), ApiError> {
+        block_in_place(|| destination::replicas::remove(&self.destination, guest))
+    }
+
+    /// Puts the disks of a replica in place, and takes the right to run its guest, whose
+    /// description is returned too.
+    pub async fn fail_over(
+        &self,
+        guest: &str,
+        how: &FailOver,
+    ) -> Result<(GuestDescription, FailedOver), ApiError> {
+        destination::replicas::fail_over(&self.destination, guest, how).await
+    }
+
+    /// Refuses to start a guest that runs from its replica on another host, if that host says so.
+    pub async fn may_start(&self, guest: &GuestDescription) -> Result<(), ApiError> {
+        match source::replication::ask_before_start(&self.context, guest).await {
+            None => Ok(()),
+            Some(host) => {
+                let name = &guest.name;
+                let text = format!(
+                    "{name} belongs to {host}: an operator has failed over to its replica there"
+                );
+                Err(ApiError::new(ErrorCode::GuestElsewhere, text).hint(format!(
+                    "bring it back while it runs: on {host}: longhaul migrate {name}"
+                )))
+            }
+        }
     }
 
     /// Releases the images of a reserved guest whose writes were tracked until its QEMU ended.

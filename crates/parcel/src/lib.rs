@@ -40,8 +40,8 @@ pub use header::{Earlier, GENERATIONS_MAX, Header, HeaderError, ParcelId, Proof}
 pub use import::{ImportError, ImportedDisk, import};
 pub use job::{
     Attachment, Checked, CheckedDisk, Confirmation, DeviceStatus, DiskStatus, GuestStatus, Job,
-    JobDisk, JobError, JobGuest, Reading, ReplicaLink, Replicated, Replication, Schedule, Seal,
-    SealedDisk, Shipment, Status, Step, Tracking, Untracked, Verdict,
+    JobDisk, JobError, JobGuest, Newest, Reading, ReplicaLink, Replicated, Replication, Schedule,
+    Seal, SealedDisk, Shipment, Status, Step, Tracking, Untracked, Verdict,
 };
 pub use key::{DataKey, Fingerprint, KeyError};
 pub use layout::{DEVICES_MAX, Layout, LayoutError, Roles};

@@ -41,6 +41,8 @@ pub struct Replica {
     document: Document,
     /// The disks, while records arrive.
     open: Vec<OpenDisk>,
+    /// The files that they were when they were opened.
+    opened: Vec<(u64, u64)>,
     /// What arrives, if there is a version already.
     collected: Option<Collected>,
     /// Whether it is not known which document is durable.
@@ -114,6 +116,7 @@ impl Replica {
             folder: folder.to_path_buf(),
             document,
             open: Vec::new(),
+            opened: Vec::new(),
             collected: None,
             is_in_doubt: true,
             lock: None,
@@ -197,6 +200,7 @@ impl Replica {
     pub fn begin(&mut self, sizes: &[u64]) -> Result<(), ReplicaError> {
         // What an error has interrupted goes on.
         self.recover()?;
+        self.keeps_images()?;
         self.collected = None;
         let known = std::mem::take(&mut self.open);
         if sizes.len() != self.document.spec.disks.len() {
@@ -206,7 +210,7 @@ impl Replica {
         }
         let versions = self.document.versions.last();
         let is_same = known.iter().map(|disk| &disk.bytes).eq(sizes);
-        if versions.is_none() && is_same {
+        if versions.is_none() && is_same && self.are_those_opened()? {
             // What has arrived of the first version is in the images.
             self.open = known;
             return Ok(());
@@ -229,11 +233,31 @@ impl Replica {
             };
             self.open.push(disk);
         }
+        self.opened = self.image_files()?;
         self.collected = match self.document.versions.is_empty() {
             true => None,
             false => Some(Collected::begin(&*self.files, &self.folder)?),
         };
         Ok(())
+    }
+
+    /// Forgets all versions if the images have something else, after the guest has been here for
+    /// example: what arrives is compared with them.
+    fn keeps_images(&mut self) -> Result<(), ReplicaError> {
+        if self.document.versions.is_empty() {
+            return Ok(());
+        }
+        match self.check_images() {
+            Err(ReplicaError::Digest(_)) => {}
+            Err(ReplicaError::Io { error, .. }) if is_missing(&error) => {}
+            checked => return checked,
+        }
+        let mut document = self.document.clone();
+        document.versions.clear();
+        document.stamps.clear();
+        self.open.clear();
+        self.replace(document)?;
+        self.tidy()
     }
 
     fn digests_file(&self, disk: usize) -> PathBuf {
@@ -395,11 +419,16 @@ impl Replica {
             open.image.sync("the image").map_err(&fails)?;
             open.digests.sync("the digests").map_err(fails)?;
         }
+        if !self.are_those_opened()? {
+            self.open.clear();
+            return Err(ReplicaError::Replaced);
+        }
         let folder = &self.folder;
         let synced = self.files.sync_folder(folder, "the digests' names");
         synced.map_err(io_at(folder))?;
         let mut document = self.document.clone();
         document.versions.push(version);
+        document.stamps = self.stamps()?;
         self.replace(document)
     }
 
@@ -437,6 +466,14 @@ impl Replica {
             .filter_map(|path| used_bytes(&path))
             .sum()
     }
+}
+
+/// Returns whether a file is missing, or shorter than it was.
+fn is_missing(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof
+    )
 }
 
 impl OpenDisk {

@@ -2,6 +2,7 @@
 
 use longhaul_storage::files::{Files, OpenFile, RealFiles};
 use nix::sys::statvfs::statvfs;
+use serde::{Deserialize, Serialize};
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -15,12 +16,24 @@ pub(crate) struct Room {
     pub(crate) free_bytes: u64,
 }
 
+/// What tells a file from another one, and from its own earlier content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Stamp {
+    /// Its file system and its number there.
+    pub(crate) file: (u64, u64),
+    /// When it was written last: seconds and nanoseconds.
+    pub(crate) written: (i64, i64),
+    pub(crate) bytes: u64,
+}
+
 /// Folders for imported disks.
 pub(crate) trait Places: Files {
     /// Creates an empty file, or empties it; only its owner may use it.
     fn create(&self, path: &Path) -> io::Result<Box<dyn OpenFile>>;
     /// Returns the free room of a folder's file system.
     fn room(&self, folder: &Path) -> io::Result<Room>;
+    /// Returns the stamp of a file.
+    fn stamp(&self, path: &Path) -> io::Result<Stamp>;
 }
 
 impl Places for RealFiles {
@@ -35,6 +48,15 @@ impl Places for RealFiles {
         Ok(Room {
             device: fs::metadata(folder)?.dev(),
             free_bytes: found.blocks_available() * found.fragment_size(),
+        })
+    }
+
+    fn stamp(&self, path: &Path) -> io::Result<Stamp> {
+        let found = fs::metadata(path)?;
+        Ok(Stamp {
+            file: (found.dev(), found.ino()),
+            written: (found.mtime(), found.mtime_nsec()),
+            bytes: found.len(),
         })
     }
 }

@@ -16,6 +16,7 @@ pub mod message;
 pub mod piece;
 pub mod port;
 pub mod region;
+pub mod replica;
 pub mod units;
 pub mod versions;
 pub mod wire;

@@ -39,3 +39,11 @@ pub const PATH_BYTES_MAX: usize = 4096;
 pub const RANGES_MAX: usize = 4096;
 /// The maximum number of blocks in a question about known content.
 pub const SAMPLES_MAX: usize = 1024;
+/// Longest record of a replica, without its kind, in bytes.
+pub const REPLICA_RECORD_BYTES_MAX: usize = 1 << 20;
+/// Most bytes of digests in one answer of a replica.
+pub const REPLICA_DIGESTS_BYTES_MAX: usize = 128 << 10;
+/// Most disks of a replica.
+pub const REPLICA_DISKS_MAX: usize = 256;
+/// Largest disk of a replica, in bytes.
+pub const REPLICA_DISK_BYTES_MAX: u64 = 1 << 50;

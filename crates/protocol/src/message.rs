@@ -65,6 +65,7 @@ use crate::guest::GuestDescription;
 use crate::held_frames::HeldFrames;
 use crate::machine::Machine;
 use crate::port::CardPort;
+use crate::replica::ReplicaOffer;
 use crate::{
     Attempt, AttemptId, BlockRange, Epoch, Generation, MigrationId, RegionId, RegionSpec, StoreId,
 };
@@ -194,6 +195,9 @@ pub enum ToDestination {
     /// Asks how many of these blocks this host has from an earlier stay of the guest. Needs the
     /// scope *send guests*: frames of a guest ask the same. From version 3 on.
     QueryKnown(Box<KnownQuery>),
+    /// Begins to bring a version of a guest's disks to a replica. The other messages of the channel
+    /// are those of [`replica`](crate::replica). Needs the scope *send guests*. From version 3 on.
+    Replicate(Box<ReplicaOffer>),
 }
 
 /// Known content at the destination in which blocks of an arriving guest may be found.

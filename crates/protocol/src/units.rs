@@ -33,14 +33,16 @@ fn parse(text: &str, units: &[(&str, f64)], expected: &'static str) -> Result<f6
     }
 }
 
-/// Parses a time such as `300ms`, `5s`, `1.5s`, `2min`.
+/// Parses a time such as `300ms`, `5s`, `1.5s`, `2min` or `2m`, `7d`.
 pub fn parse_duration(text: &str) -> Result<Duration, ParseUnitError> {
     let units = [
         ("us", 1e-6),
         ("ms", 1e-3),
         ("s", 1.0),
         ("min", 60.0),
+        ("m", 60.0),
         ("h", 3600.0),
+        ("d", 86_400.0),
     ];
     parse(text, &units, "a time (say 300ms, 5s or 2min)").map(Duration::from_secs_f64)
 }

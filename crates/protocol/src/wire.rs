@@ -291,6 +291,7 @@ impl Message for ToDestination {
                 check_files(files)?;
                 check_ports(&offer.offer.guest, &offered.ports)
             }
+            Self::Replicate(offer) => offer.check(),
             Self::List(list) => check_remaining(&list.remaining),
             Self::Unreadable { ranges, .. } => check_ranges(ranges),
             Self::Length { bytes, .. } => check_length(*bytes),

@@ -12,6 +12,7 @@ mod changed;
 #[path = "../common/monitor.rs"]
 mod monitor;
 mod parcel;
+mod replica;
 mod rest;
 mod stage;
 mod tracked;

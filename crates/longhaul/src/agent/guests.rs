@@ -6,8 +6,8 @@
 use crate::agent::attach;
 use futures_util::future::join_all;
 use longhaul_api::{
-    ApiError, ErrorCode, Guest, GuestState, Guests as GuestList, Qemu, ReclaimGuest, Side,
-    StartGuest, StopGuest,
+    ApiError, ErrorCode, FailOver, FailedOver, Guest, GuestState, Guests as GuestList, Qemu,
+    ReclaimGuest, Side, StartGuest, StopGuest,
 };
 use longhaul_hypervisor::Guest as Handle;
 use longhaul_hypervisor::capabilities::{Accelerator, can_run};
@@ -117,6 +117,8 @@ impl Guests {
             }
         };
         let name = description.name.clone();
+        // A replica of it may run elsewhere.
+        manager.may_start(&description).await?;
         let reservation = manager.reserve(&name).await?;
         manager.may_use_disks(&description)?;
         manager.settle_tracking(&name).await?;
@@ -212,6 +214,33 @@ impl Guests {
                 ..empty(name, GuestState::Stopped)
             }),
         }
+    }
+
+    /// Lets a guest run here from its replica.
+    pub(crate) async fn fail_over(
+        &self,
+        manager: &Arc<Manager>,
+        name: &str,
+        how: FailOver,
+    ) -> Result<FailedOver, ApiError> {
+        let (taking, called, asked) = (manager.clone(), name.to_owned(), how.clone());
+        // Runs to its end even if the client no longer waits for the answer.
+        let taken = tokio::spawn(async move { taking.fail_over(&called, &asked).await }).await;
+        let taken = taken.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        let (description, mut done) = taken?;
+        if description.hardware.is_some() {
+            let text = "it was started by another program: let that start it, with these disks";
+            done.trouble = (!how.no_start).then(|| text.to_owned());
+            return Ok(done);
+        }
+        self.keep_description(&description)?;
+        if !how.no_start {
+            match self.start(manager, StartGuest::Name(name.to_owned())).await {
+                Ok(_) => done.started = true,
+                Err(error) => done.trouble = Some(error.to_string()),
+            }
+        }
+        Ok(done)
     }
 
     /// Returns the QEMUs of this host, with the versions of those that answer.

@@ -13,7 +13,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, on};
 use longhaul_api::{
     ApiError, ErrorCode, Limit, Method, Migrations, Operation, PlanRequest, Probe,
-    REQUEST_BYTES_MAX, Resolve, StartMigration, StopGuest,
+    REQUEST_BYTES_MAX, Replicas, ReplicateGuest, Replications, Resolve, StartMigration, StopGuest,
 };
 use longhaul_migration::Manager;
 use longhaul_migration::host::config::BANDWIDTH_BPS;
@@ -27,6 +27,10 @@ use tokio::time::timeout;
 
 /// The time limit for a request's body.
 const BODY_WAIT: Duration = Duration::from_secs(20);
+/// Seconds between two versions of a replica: a week at most.
+const EVERY_S: RangeInclusive<u64> = 10..=604_800;
+/// Versions of a replica that are kept.
+const KEEP: RangeInclusive<u64> = 1..=1000;
 const PROBE_SECONDS: RangeInclusive<u64> = 1..=60;
 const DOWNTIME_MS: RangeInclusive<u64> = 1..=600_000;
 const PATIENCE_MS: RangeInclusive<u64> = 100..=86_400_000;
@@ -233,6 +237,29 @@ async fn perform(
             manager.stop_tracking(value).await?;
             StatusCode::NO_CONTENT.into_response()
         }
+        Operation::ReplicateGuest => {
+            let how: ReplicateGuest = parse(body)?;
+            in_range("every_s", how.every_s, EVERY_S)?;
+            in_range("keep", u64::from(how.keep), KEEP)?;
+            guests.require(value)?;
+            hosts.require(&how.to).await?;
+            ok(&manager.replicate(value, how).await?)
+        }
+        Operation::ListReplications => ok(&Replications {
+            replications: manager.replications(),
+        }),
+        Operation::StopReplication => {
+            manager.stop_replication(value).await?;
+            StatusCode::NO_CONTENT.into_response()
+        }
+        Operation::ListReplicas => ok(&Replicas {
+            replicas: manager.replicas()?,
+        }),
+        Operation::RemoveReplica => {
+            manager.remove_replica(value)?;
+            StatusCode::NO_CONTENT.into_response()
+        }
+        Operation::FailOver => ok(&guests.fail_over(manager, value, parse(body)?).await?),
         Operation::PlanMigration => {
             let plan: PlanRequest = parse(body)?;
             in_range("downtime_ms", plan.downtime_ms, DOWNTIME_MS)?;

@@ -2,6 +2,7 @@
 
 mod parcel;
 mod realm;
+mod replica;
 
 pub(crate) use parcel::{
     Changes, ComparedArgs, CreateArgs, ExportArgs, ParcelArgs, ParcelCommand, ParcelGuest,
@@ -11,6 +12,8 @@ pub(crate) use realm::{
     FolderArgs, InviteArgs, NetworkArgs, NetworkCommand, RealmArgs, RealmCommand, RemoveHostArgs,
     RendezvousArgs, RendezvousCommand, ServeArgs,
 };
+
+pub(crate) use replica::{FailoverArgs, ReplicasArgs, ReplicasCommand, ReplicateArgs};
 
 use crate::cli::whole_ms;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -83,6 +86,13 @@ pub(crate) enum Command {
     Limit(LimitArgs),
     /// Show what a move was predicted to cost, and what it did
     Report(ReportArgs),
+    /// Keep a replica of a guest's disks on another host, and bring it up to date again and again;
+    /// list the replications
+    Replicate(ReplicateArgs),
+    /// List, restore, verify and remove the replicas that this host keeps
+    Replicas(ReplicasArgs),
+    /// Let a guest run here from its replica, because its host is gone
+    Failover(FailoverArgs),
     /// List the moves from and to this host
     Migrations,
     /// Follow the moves from and to this host, and its reserved guests, until Ctrl-C

@@ -16,6 +16,7 @@ mod parcel;
 mod picture;
 mod realm;
 mod rendezvous;
+mod replica;
 mod resolve;
 mod self_test;
 mod set_aside;
@@ -133,6 +134,9 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
         Command::Resolve(args) => return resolve::resolve(&client()?, output, args).await,
         Command::Limit(args) => limit(&client()?, output, args).await?,
         Command::Report(args) => report(&client()?, output, args).await?,
+        Command::Replicate(args) => return replica::replicate(&client()?, output, args).await,
+        Command::Replicas(args) => return replica::replicas(client, output, args).await,
+        Command::Failover(args) => return replica::failover(&client()?, output, args).await,
         Command::Events => return events::follow(&client()?, output).await,
         Command::Migrations => {
             let list = client()?.migrations().await?;

@@ -143,7 +143,7 @@ pub(crate) async fn reclaim(
     Ok(())
 }
 
-fn said(other: args::OtherSide) -> OtherSide {
+pub(crate) fn said(other: args::OtherSide) -> OtherSide {
     match other {
         args::OtherSide::Dead => OtherSide::Dead,
         args::OtherSide::Fenced => OtherSide::Fenced,
@@ -151,7 +151,7 @@ fn said(other: args::OtherSide) -> OtherSide {
 }
 
 /// Asks for a word that nobody types by accident.
-fn confirm(word: &str, guest: &str) -> Result<(), CliError> {
+pub(crate) fn confirm(word: &str, guest: &str) -> Result<(), CliError> {
     if !std::io::stdin().is_terminal() {
         return Err(CliError::usage(
             "this agent cannot verify that",

@@ -59,6 +59,8 @@ pub(crate) async fn receive(
 ) {
     let peer = call.control.peer().host.clone();
     let span = (offer.migration, offer.guest.name.clone());
+    // What ends here by itself soon is not in its way.
+    context.registry.settled(&span.1).await;
     let offered = (offer, disks.as_slice(), follows);
     let prepared = prepare::prepare(&context, &mut call, offered, files.as_deref());
     let (task, bulk) = match prepared.await {
@@ -412,6 +414,7 @@ impl DestinationAttempt {
             | ToDestination::OfferFiles(_)
             | ToDestination::QueryPorts(_)
             | ToDestination::QueryKnown(_)
+            | ToDestination::Replicate(_)
             | ToDestination::OfferPorts(_)
             | ToDestination::Resume { .. }
             | ToDestination::Unreadable { .. }

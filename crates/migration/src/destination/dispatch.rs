@@ -5,7 +5,7 @@ use crate::destination::call::{Call, allows, may_send};
 use crate::destination::files::Bringing;
 use crate::destination::local_content::Kept;
 use crate::destination::recovered::{AnswerError, Attempts};
-use crate::destination::{Destination, admission, attempt, files};
+use crate::destination::{Destination, admission, attempt, files, replicas};
 use crate::disks::{base_images, images};
 use crate::host::arbiter;
 use crate::limits::peer_quota;
@@ -154,6 +154,7 @@ async fn dispatch(
             answer_files(&context, call, asked, &files).await
         }
         ToDestination::QueryKnown(asked) => answer_known(&context, call, &asked),
+        ToDestination::Replicate(offer) => replicas::receive(&context, call, *offer).await,
         ToDestination::Offer(offer) => {
             let offered = (*offer, Vec::new(), Pulled::Nothing);
             attempt::receive(context, call, offered, None).await;
@@ -433,5 +434,6 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::Arbiter { .. } => "Arbiter",
         ToDestination::CommitWithLease { .. } => "CommitWithLease",
         ToDestination::QueryKnown(_) => "QueryKnown",
+        ToDestination::Replicate(_) => "Replicate",
     }
 }

@@ -447,6 +447,7 @@ impl Fetch {
             | ToDestination::OfferFiles(_)
             | ToDestination::QueryPorts(_)
             | ToDestination::QueryKnown(_)
+            | ToDestination::Replicate(_)
             | ToDestination::OfferPorts(_)
             | ToDestination::Resume { .. }
             | ToDestination::Ask { .. } => self.lose().await,

@@ -21,6 +21,7 @@ pub(crate) mod page_server;
 pub(crate) mod qemu;
 pub(crate) mod receiver;
 pub(crate) mod recovered;
+pub(crate) mod replicas;
 pub(crate) mod store;
 pub(crate) mod waits;
 
@@ -40,6 +41,7 @@ pub(crate) struct Destination {
     pub(crate) closed: Closed,
     /// Creates the companions of each guest.
     companions: List,
+    pub(crate) first_replicas: replicas::First,
 }
 
 impl Deref for Destination {
@@ -58,6 +60,7 @@ impl Destination {
             handles: Arc::default(),
             closed: Closed::default(),
             companions,
+            first_replicas: replicas::First::default(),
         }
     }
 

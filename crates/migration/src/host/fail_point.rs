@@ -10,6 +10,7 @@
 use crate::host::start_error::StartError;
 use longhaul_engine::handover::{Record, Side};
 use longhaul_protocol::message::{ToDestination, ToSource};
+use longhaul_protocol::replica::{FromReplica, ToReplica};
 use longhaul_storage::{Journal, JournalError};
 use std::fs::{self, File};
 use std::io;
@@ -105,6 +106,8 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     CommitWithLease "commit" [],
     // Only a plan asks this, and no guest depends on the answer.
     QueryKnown "query-known" [],
+    // Replicas have tests of their own.
+    Replicate "replicate" [],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:
@@ -154,6 +157,23 @@ impl Named for ToSource {
 
     fn name(&self) -> &'static str {
         to_source_name(self)
+    }
+}
+
+/// Messages about replicas have no fail points: replicas have tests of their own.
+impl Named for ToReplica {
+    const SENDER: Side = Side::Source;
+
+    fn name(&self) -> &'static str {
+        "to-replica"
+    }
+}
+
+impl Named for FromReplica {
+    const SENDER: Side = Side::Destination;
+
+    fn name(&self) -> &'static str {
+        "from-replica"
     }
 }
 

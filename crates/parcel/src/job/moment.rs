@@ -23,7 +23,7 @@ const ATTEMPTS: usize = 3;
 const LOG_PART: u64 = 2;
 
 /// Finds the exports that track the writes to guests' disks.
-pub trait Tracking: Debug {
+pub trait Tracking: Debug + Send {
     /// Returns the export that records the writes of a guest to an image now; `None` where there is
     /// none, or where it may not know all of them.
     ///

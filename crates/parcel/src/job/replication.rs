@@ -9,22 +9,25 @@ use crate::lock::FolderLock;
 use crate::record::Record;
 use crate::replica::ReplicaId;
 use longhaul_storage::disk::{Disk as _, RawDisk};
+use longhaul_storage::files::{RealFiles, replace};
 use ring::rand::{SecureRandom as _, SystemRandom};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::Path;
 
+/// The file of the schedule. It changes while a version is brought.
+const SCHEDULE: &str = "schedule.json";
 /// Bytes of a chunk's digest.
 const DIGEST_BYTES: usize = 32;
 
 /// The replica's host.
 pub trait ReplicaLink {
-    /// Begins a version of disks of these sizes. Returns the number of the newest version there.
+    /// Begins a version of disks of these sizes. Returns the newest version there.
     ///
     /// # Errors
     /// When the host is not reached, or does not take it.
-    fn begin(&mut self, sizes: &[u64]) -> io::Result<Option<u64>>;
+    fn begin(&mut self, sizes: &[u64]) -> io::Result<Option<Newest>>;
 
     /// Returns the digests of some chunks of a disk from this one on, as the host has them; none
     /// behind the last one.
@@ -46,6 +49,15 @@ pub trait ReplicaLink {
     fn sync(&mut self) -> io::Result<()>;
 }
 
+/// The newest version at a replica's host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Newest {
+    /// Its number.
+    pub version: u64,
+    /// Whether it came with the id of this replication.
+    pub is_ours: bool,
+}
+
 impl Sink for dyn ReplicaLink + '_ {
     fn put(&mut self, record: &Record) -> Result<(), JobError> {
         let (kind, rest) = record.encode()?;
@@ -61,8 +73,8 @@ impl Sink for dyn ReplicaLink + '_ {
 #[derive(Debug, Serialize, Deserialize)]
 struct ReplicationDocument {
     id: ReplicaId,
-    #[serde(flatten)]
-    schedule: Schedule,
+    /// The host that it is about.
+    to: String,
     /// The last version of one moment that the host has confirmed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     last: Option<Replicated>,
@@ -86,6 +98,7 @@ impl Document for ReplicationDocument {
 #[derive(Debug)]
 pub struct Replication {
     copier: Copier<ReplicationDocument>,
+    schedule: Schedule,
 }
 
 /// Where a replica goes, and how often.
@@ -97,6 +110,25 @@ pub struct Schedule {
     pub every_s: u64,
     /// How many versions are kept, at least one.
     pub keep: u32,
+}
+
+impl Schedule {
+    fn read(folder: &Path) -> Result<Self, JobError> {
+        let path = folder.join(SCHEDULE);
+        let text = fs::read(&path).map_err(io_at(&path))?;
+        serde_json::from_slice(&text).map_err(|error| JobError::Document { path, error })
+    }
+
+    /// Makes it durable.
+    fn save(&self, folder: &Path) -> Result<(), JobError> {
+        let path = folder.join(SCHEDULE);
+        let text = serde_json::to_vec_pretty(self).map_err(|error| JobError::Document {
+            path: path.clone(),
+            error,
+        })?;
+        let names = ["the schedule", "its name"];
+        replace(&RealFiles, &path, &text, names).map_err(io_at(&path))
+    }
 }
 
 /// What one run has brought.
@@ -134,15 +166,16 @@ impl Replication {
             },
             document: ReplicationDocument {
                 id: ReplicaId(id),
-                schedule,
+                to: schedule.to.clone(),
                 last: None,
                 confirmed: None,
             },
             durable_every: DURABLE_EVERY,
             tracking: Box::new(Untracked),
         };
+        schedule.save(folder)?;
         copier.save()?;
-        Ok(Self { copier })
+        Ok(Self { copier, schedule })
     }
 
     /// Opens the source of a replica.
@@ -152,6 +185,7 @@ impl Replication {
     pub fn open(folder: &Path) -> Result<Self, JobError> {
         let (state, document) = document::read::<ReplicationDocument>(folder)?;
         Ok(Self {
+            schedule: Schedule::read(folder)?,
             copier: Copier {
                 folder: folder.to_path_buf(),
                 state,
@@ -177,21 +211,17 @@ impl Replication {
 
     /// Returns where it goes, and how often.
     pub fn schedule(&self) -> &Schedule {
-        &self.copier.document.schedule
+        &self.schedule
     }
 
-    /// Changes where it goes, and how often. Another host is compared with.
+    /// Changes where it goes, and how often, from the next version on.
     ///
     /// # Errors
-    /// When that cannot be saved, or a version is being brought.
+    /// When that cannot be saved.
     pub fn set_schedule(&mut self, schedule: Schedule) -> Result<(), JobError> {
-        let _lock = self.lock()?;
-        if schedule.to != self.copier.document.schedule.to {
-            self.copier.document.confirmed = None;
-            self.copier.document.last = None;
-        }
-        self.copier.document.schedule = schedule;
-        self.copier.save()
+        schedule.save(&self.copier.folder)?;
+        self.schedule = schedule;
+        Ok(())
     }
 
     /// Returns the last version of one moment that the host has confirmed.
@@ -228,6 +258,11 @@ impl Replication {
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<Replicated, JobError> {
         let _lock = self.lock()?;
+        if self.copier.document.to != self.schedule.to {
+            // Another host is compared with.
+            self.copier.document.to.clone_from(&self.schedule.to);
+            (self.copier.document.confirmed, self.copier.document.last) = (None, None);
+        }
         let mut sizes = Vec::new();
         for known in self
             .copier
@@ -241,7 +276,9 @@ impl Replication {
         }
         let newest = link.begin(&sizes).map_err(JobError::Link)?;
         let base = match (newest, self.copier.document.confirmed) {
-            (Some(newest), Some(confirmed)) if newest == confirmed => confirmed,
+            (Some(newest), Some(confirmed)) if newest.is_ours && newest.version == confirmed => {
+                confirmed
+            }
             (newest, confirmed) => self.compare(newest, confirmed, link)?,
         };
         self.forget_others(base)?;
@@ -268,7 +305,7 @@ impl Replication {
     /// Takes what the host has as the last version. Returns the number under which it is kept.
     fn compare(
         &mut self,
-        newest: Option<u64>,
+        newest: Option<Newest>,
         confirmed: Option<u64>,
         link: &mut (dyn ReplicaLink + 'static),
     ) -> Result<u64, JobError> {
@@ -276,7 +313,8 @@ impl Replication {
         // that has changed since the one before, and so all that has changed since this one.
         let is_later = newest
             .zip(confirmed)
-            .is_some_and(|(newest, it)| newest > it);
+            .is_some_and(|(newest, confirmed)| newest.is_ours && newest.version > confirmed);
+        let newest = newest.map(|newest| newest.version);
         let base = newest.unwrap_or(self.copier.state.version);
         let Some(guest) = self.copier.state.guests.first_mut() else {
             return Ok(base);
@@ -330,10 +368,10 @@ impl Replication {
 
     /// Returns how many bytes of the disks may have changed since the last version that the host
     /// has confirmed; `None` if all of them are compared.
-    pub fn changed_bytes(&self) -> Option<u64> {
+    pub fn changed_bytes(&self, tracking: &dyn Tracking) -> Option<u64> {
         let guest = self.copier.state.guests.first()?;
         let each = guest.disks.iter();
-        each.map(|known| super::moment::changed_bytes(&*self.copier.tracking, &guest.name, known))
+        each.map(|known| super::moment::changed_bytes(tracking, &guest.name, known))
             .sum()
     }
 }

@@ -1,7 +1,7 @@
 //! A destination's folder in memory, where an import can be killed, and the room can end.
 
 use crate::lives::dice::{Dice, Killed};
-use crate::room::{Places, Room};
+use crate::room::{Places, Room, Stamp};
 use longhaul_storage::files::{Access, Files, OpenFile};
 use nix::errno::Errno;
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,6 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 struct Content {
     now: Vec<u8>,
     durable: Vec<u8>,
+    /// How often it was written.
+    written: i64,
 }
 
 /// Bytes that are written as a whole, or not at all.
@@ -98,7 +100,7 @@ impl Memory {
         }
         for content in state.names.values() {
             let mut content = locked(content);
-            let Content { now, durable } = &mut *content;
+            let Content { now, durable, .. } = &mut *content;
             if dice.once_in(2) {
                 now.resize(durable.len(), 0);
             }
@@ -221,6 +223,17 @@ impl Places for Memory {
             free_bytes: locked(&self.0).free_bytes,
         })
     }
+
+    fn stamp(&self, path: &Path) -> io::Result<Stamp> {
+        let state = locked(&self.0);
+        let shared = state.names.get(path).ok_or(Errno::ENOENT)?;
+        let content = locked(shared);
+        Ok(Stamp {
+            file: (1, Arc::as_ptr(shared) as u64),
+            written: (content.written, 0),
+            bytes: content.now.len() as u64,
+        })
+    }
 }
 
 impl OpenFile for Open {
@@ -249,12 +262,15 @@ impl OpenFile for Open {
         let length = content.now.len().max(to);
         content.now.resize(length, 0);
         content.now[from..to].copy_from_slice(bytes);
+        content.written += 1;
         operated
     }
 
     fn set_length(&self, length: u64) -> io::Result<()> {
         self.memory.operate()?;
-        locked(&self.content).now.resize(length as usize, 0);
+        let mut content = locked(&self.content);
+        content.written += i64::from(content.now.len() as u64 != length);
+        content.now.resize(length as usize, 0);
         Ok(())
     }
 

@@ -5,6 +5,7 @@ use super::error::{ReplicaError, io_at};
 use super::records::{Collected, RecordWriter, Records};
 use super::{DIGEST_BYTES, DIGESTS_AT_ONCE, OpenDisk, Replica, chunks_of, length_of};
 use crate::record::{CHUNK_BYTES, Packer, is_zero};
+use crate::room::Stamp;
 use crate::tree::{Tree, text};
 use longhaul_storage::files::Files;
 use ring::digest::{Context, SHA256};
@@ -39,6 +40,7 @@ impl Replica {
         let Some(stage) = self.document.stage.clone() else {
             return self.tidy();
         };
+        self.opened = self.document.stamps.iter().map(|it| it.file).collect();
         let sizes = stage.version.disks.iter().map(|disk| disk.bytes);
         let sizes: Vec<u64> = sizes.collect();
         let paths = self.document.spec.disks.iter().map(|disk| &disk.path);
@@ -53,8 +55,40 @@ impl Replica {
         Ok(())
     }
 
+    /// Returns the stamps of the images.
+    pub(super) fn stamps(&self) -> Result<Vec<Stamp>, ReplicaError> {
+        let disks = self.document.spec.disks.iter();
+        let each = disks.map(|disk| self.files.stamp(&disk.path).map_err(io_at(&disk.path)));
+        each.collect()
+    }
+
+    /// Checks that the images are those that the newest version has left, and reads them if they
+    /// may be others.
+    ///
+    /// # Errors
+    /// When one is missing, or does not have what the newest version says.
+    pub fn check_images(&mut self) -> Result<(), ReplicaError> {
+        if self.stamps()? == self.document.stamps {
+            return Ok(());
+        }
+        self.verify(&mut |_| ())?;
+        let mut document = self.document.clone();
+        document.stamps = self.stamps()?;
+        self.replace(document)
+    }
+
+    /// Returns which files the images are.
+    pub(super) fn image_files(&self) -> Result<Vec<(u64, u64)>, ReplicaError> {
+        Ok(self.stamps()?.iter().map(|stamp| stamp.file).collect())
+    }
+
+    /// Returns whether the images are still the files that were opened.
+    pub(super) fn are_those_opened(&self) -> Result<bool, ReplicaError> {
+        Ok(self.image_files()? == self.opened)
+    }
+
     /// Removes files that belong to no version.
-    fn tidy(&self) -> Result<(), ReplicaError> {
+    pub(super) fn tidy(&self) -> Result<(), ReplicaError> {
         let versions = self.document.versions.iter().skip(1);
         let needed: BTreeSet<PathBuf> = versions.map(|it| self.undo_file(it.version)).collect();
         let names = self.files.names(&self.folder);
@@ -188,8 +222,12 @@ impl Replica {
             let synced = open.digests.sync("the digests");
             synced.map_err(io_at(&self.digests_file(at)))?;
         }
+        if !self.are_those_opened()? {
+            return Err(ReplicaError::Replaced);
+        }
         let mut document = self.document.clone();
         document.versions.push(stage.version);
+        document.stamps = self.stamps()?;
         document.forget_oldest();
         document.stage = None;
         self.replace(document)?;

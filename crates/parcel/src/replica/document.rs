@@ -2,6 +2,7 @@
 
 use super::error::{ReplicaError, io_at};
 use crate::record::{CHUNK_BYTES, DISK_BYTES_MAX, Version};
+use crate::room::Stamp;
 use longhaul_storage::files::{Access, Files};
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
@@ -105,6 +106,8 @@ pub(super) struct Document {
     pub(super) versions: Vec<ReplicaVersion>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) stage: Option<Stage>,
+    /// The images, as the newest version has left them.
+    pub(super) stamps: Vec<Stamp>,
 }
 
 impl Document {
@@ -121,6 +124,7 @@ impl Document {
                 spec,
                 versions: Vec::new(),
                 stage: None,
+                stamps: Vec::new(),
             }),
         }
     }

@@ -54,6 +54,9 @@ pub enum ReplicaError {
         /// The bytes that are free.
         free: u64,
     },
+    /// The images were replaced by other files while a version arrived.
+    #[error("its images were replaced while a version arrived")]
+    Replaced,
     /// There is no such version.
     #[error("the replica has no version {0}")]
     NoVersion(u64),

@@ -31,6 +31,8 @@ struct Counts {
     committed_when_killed: u64,
     killed_again: u64,
     restored: u64,
+    replaced: u64,
+    touched: u64,
 }
 
 enum Ended {
@@ -276,6 +278,47 @@ impl Life {
         self.memory.plan(None);
     }
 
+    /// Somebody writes to an image, or replaces it, as a move of its guest does.
+    fn meddle(&mut self, counts: &mut Counts) {
+        if self.versions.is_empty() || !self.dice.once_in(6) {
+            return;
+        }
+        let path = image(0);
+        if self.dice.once_in(2) {
+            self.replica = None;
+        }
+        let content = read(&self.memory, &path);
+        let file = match self.dice.below(3) {
+            0 => {
+                // With what it has.
+                let file = self.memory.open(&path, Access::Write).unwrap();
+                file.write_at(0, &content[..1]).unwrap();
+                counts.touched += 1;
+                file
+            }
+            1 => {
+                let file = self.memory.open(&path, Access::Write).unwrap();
+                file.write_at(0, &[!content[0]]).unwrap();
+                self.versions.clear();
+                counts.replaced += 1;
+                file
+            }
+            _ => {
+                let new = PathBuf::from("/images/new");
+                let file = self.memory.open(&new, Access::Create).unwrap();
+                file.write_at(0, &self.dice.bytes(content.len())).unwrap();
+                self.memory.rename(&new, &path).unwrap();
+                self.versions.clear();
+                counts.replaced += 1;
+                file
+            }
+        };
+        file.sync("an image").unwrap();
+        self.memory
+            .sync_folder(Path::new("/images"), "names")
+            .unwrap();
+    }
+
     fn check(&mut self, counts: &mut Counts) {
         let Some((newest, disks)) = self.versions.last() else {
             return;
@@ -341,6 +384,7 @@ fn live(seed: u64, counts: &mut Counts) {
             disks = next;
         }
         life.check(counts);
+        life.meddle(counts);
     }
 }
 
@@ -369,6 +413,8 @@ fn replicas_live_through_anything() {
         committed_when_killed,
         killed_again,
         restored,
+        replaced,
+        touched,
     } = counts;
     let all = [
         killed,
@@ -378,6 +424,8 @@ fn replicas_live_through_anything() {
         committed_when_killed,
         killed_again,
         restored,
+        replaced,
+        touched,
     ];
     assert!(is_one || all.iter().all(|count| *count > 50), "{all:?}");
 }

@@ -6,6 +6,8 @@ mod parcel;
 mod parcel_devices;
 #[path = "../../../../fuzz/src/parcel_job.rs"]
 mod parcel_job;
+#[path = "../../../../fuzz/src/replica.rs"]
+mod replica;
 
 fn replay(target: &str, mut run: impl FnMut(&[u8])) -> usize {
     let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds");
@@ -44,5 +46,24 @@ fn inputs_of_exports() {
         }
     });
     std::fs::remove_dir_all(parcel_job::folder()).unwrap();
+    assert!(all.iter().all(|count| *count > 0), "{all:?}");
+}
+
+#[test]
+fn inputs_of_replicas() {
+    let mut all = [0; 4];
+    replay("replica", |input| {
+        let done = replica::run(input);
+        let each = [
+            done.opened,
+            done.took_version,
+            done.restored,
+            done.restored_damaged,
+        ];
+        for (count, is_done) in all.iter_mut().zip(each) {
+            *count += u32::from(is_done);
+        }
+    });
+    std::fs::remove_dir_all(replica::folder()).unwrap();
     assert!(all.iter().all(|count| *count > 0), "{all:?}");
 }

@@ -4,8 +4,8 @@
 use crate::machine::{Machine, is_a_moment};
 use crate::stage::{Dice, Stage};
 use longhaul_parcel::{
-    JobError, Replica, ReplicaDisk, ReplicaId, ReplicaLink, ReplicaSpec, Replicated, Replication,
-    Schedule, Step,
+    JobError, Newest, Replica, ReplicaDisk, ReplicaId, ReplicaLink, ReplicaSpec, Replicated,
+    Replication, Schedule, Step,
 };
 use longhaul_storage::disk::ExportSize;
 use std::fs::{self, OpenOptions};
@@ -125,10 +125,14 @@ impl Destination {
 }
 
 impl ReplicaLink for Destination {
-    fn begin(&mut self, sizes: &[u64]) -> io::Result<Option<u64>> {
+    fn begin(&mut self, sizes: &[u64]) -> io::Result<Option<Newest>> {
         self.call(|replica| {
             replica.begin(sizes).unwrap();
-            replica.newest().map(|newest| newest.version)
+            let newest = replica.newest()?;
+            Some(Newest {
+                version: newest.version,
+                is_ours: true,
+            })
         })
     }
 

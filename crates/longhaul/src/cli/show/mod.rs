@@ -14,6 +14,7 @@ pub(crate) mod parcel;
 pub(crate) mod plan;
 pub(crate) mod properties;
 pub(crate) mod realm;
+pub(crate) mod replica;
 pub(crate) mod report;
 #[cfg(test)]
 pub(crate) mod sample;
