@@ -55,6 +55,7 @@ pub const DIRECTION: [(&str, &[&str]); 28] = [
             "longhaul-hypervisor",
             "longhaul-storage",
             "longhaul-image",
+            "longhaul-parcel",
             "longhaul-transport",
             "longhaul-overlay",
             "longhaul-network",
@@ -130,7 +131,7 @@ pub const DIRECTION: [(&str, &[&str]); 28] = [
 
 /// The modules of `crates/migration`, and which others each may import. The two ends of a migration
 /// do not import each other; modules that both use import neither.
-pub const MIGRATION_MODULES: [(&str, &[&str]); 18] = [
+pub const MIGRATION_MODULES: [(&str, &[&str]); 20] = [
     // Tests of the two ends against each other.
     ("both_ends", &["carrier", "destination", "limits", "source"]),
     ("carrier", &[]),
@@ -144,8 +145,38 @@ pub const MIGRATION_MODULES: [(&str, &[&str]); 18] = [
     ("limits", &["context", "host"]),
     ("status", &["context", "host"]),
     ("left_behind", &["context", "disks", "host", "status"]),
-    ("source", &BELOW_THE_ENDS),
-    ("destination", &BELOW_THE_ENDS),
+    (
+        "source",
+        &[
+            "carrier", "channel", "context", "disks", "files", "handover", "host", "limits",
+            "status", "verify",
+        ],
+    ),
+    (
+        "destination",
+        &[
+            "carrier", "channel", "context", "disks", "files", "handover", "host", "limits",
+            "replicas", "status", "verify",
+        ],
+    ),
+    (
+        "replicas",
+        &[
+            "channel",
+            "context",
+            "disks",
+            "host",
+            "left_behind",
+            "limits",
+            "status",
+        ],
+    ),
+    (
+        "replication",
+        &[
+            "channel", "context", "disks", "host", "limits", "source", "status",
+        ],
+    ),
     ("residue", &["context", "host"]),
     (
         "companions",
@@ -175,17 +206,13 @@ pub const MIGRATION_MODULES: [(&str, &[&str]); 18] = [
             "handover",
             "host",
             "limits",
+            "replicas",
+            "replication",
             "residue",
             "source",
             "status",
         ],
     ),
-];
-
-/// Modules that both ends of a migration use.
-const BELOW_THE_ENDS: [&str; 10] = [
-    "carrier", "channel", "context", "disks", "files", "handover", "host", "limits", "status",
-    "verify",
 ];
 
 /// Words that the sources of `crates/migration` do not use, and what they use instead. A migration

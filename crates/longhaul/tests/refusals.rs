@@ -391,3 +391,72 @@ fn a_plan_shows_what_changed_on_the_source() {
         .succeed(&["guests", "track-writes", "web-7", "--stop"]);
     stage.fits();
 }
+
+impl Stage {
+    /// Checks that no replication begins, for this reason.
+    fn not_replicated(&self, why: &str) {
+        let words = ["replicate", "web-7", "--to", "paris-2", "--every", "10m"];
+        let output = self.lyon.agent.longhaul(&words);
+        let said = self::words(&output.stderr);
+        assert!(
+            !output.status.success() && said.contains(why),
+            "{why}: {said}"
+        );
+        let all = self.lyon.agent.json(&["replicate"]);
+        assert_eq!(
+            all["replications"],
+            serde_json::json!([]),
+            "{why}: it has begun"
+        );
+    }
+}
+
+#[test]
+fn a_replication_begins_only_if_the_other_host_takes_it() {
+    let mut stage = Stage::new();
+    let there = stage.paris.disk();
+    stage.paris.trust(&stage.lyon, "query");
+    stage.not_replicated("does not let this host send guests");
+    stage.paris.trust(&stage.lyon, "query,send");
+    let paris = &mut stage.paris;
+    paris.configure(|tables| tables.more = "[limits]\nimages = []".to_owned());
+    stage.not_replicated("does not let guests of lyon-1 use disk (images)");
+    let paris = &mut stage.paris;
+    paris.configure(|tables| tables.disk = there.with_file_name("other/disk.raw"));
+    stage.not_replicated("has no folder for the image disk");
+    let paris = &mut stage.paris;
+    paris.configure(|tables| tables.disk = "/dev/longhaul-absent".into());
+    stage.not_replicated("a replica needs a file");
+    stage.paris.configure(|_| ());
+    File::create(&there).unwrap();
+    stage.not_replicated("has a file already at the path of the image disk");
+    fs::remove_file(&there).unwrap();
+    let other = GUEST.replace("image = \"disk\"", "image = \"other\"");
+    let text = stage.paris.folder().join("agent.toml");
+    let config = fs::read_to_string(&text).unwrap();
+    fs::write(&text, config.replace("[images.disk]", "[images.other]")).unwrap();
+    stage.paris.restart();
+    stage.not_replicated("does not know the image disk");
+    fs::write(
+        stage.paris.folder().join("images/disk.raw"),
+        vec![3; DISK_BYTES],
+    )
+    .unwrap();
+    stage.paris.start_guest(&other);
+    stage.not_replicated("a guest web-7 is on paris-2");
+    stage.paris.stop_guest();
+    let lyon = &stage.lyon;
+    for (words, why) in [
+        (["replicate", "web-8", "--to", "paris-2"], "web-8"),
+        (["replicate", "web-7", "--to", "rome-3"], "rome-3"),
+    ] {
+        let output = lyon.agent.longhaul(&words);
+        let said = self::words(&output.stderr);
+        assert!(
+            !output.status.success() && said.contains(why),
+            "{why}: {said}"
+        );
+    }
+    stage.lyon.stop_guest();
+    stage.not_replicated("does not run here");
+}

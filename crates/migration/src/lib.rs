@@ -12,6 +12,8 @@
 //! | `source` | planning, sending, and an attempt until the guest has left |
 //! | `destination` | admission, receiving, and an attempt until the guest is complete |
 //! | `companions` | what moves along with a guest: one list for each end |
+//! | `replicas` | replicas that other hosts keep here: versions that arrive, failover |
+//! | `replication` | the replications of this host's guests, their schedule |
 //! | `residue` | what moves leave on this host, and its sweeping |
 //! | `disks` | disk exports, destination images, base images, with their durable notes |
 //! | `handover` | the durable records of attempts, and fencing marks |
@@ -36,6 +38,8 @@ pub mod host;
 mod left_behind;
 mod limits;
 mod recovery;
+mod replicas;
+mod replication;
 mod residue;
 mod source;
 mod status;
@@ -58,6 +62,7 @@ use crate::host::sweeper::Sweeper;
 use crate::limits::allowances::Allowances;
 use crate::limits::bandwidth::Throttle;
 use crate::limits::shared_dedup::Gangs;
+use crate::replication::Replications;
 use crate::source::{Source, memory_file};
 use crate::status::archive::Archive;
 use crate::status::predictions::Predictions;
@@ -80,11 +85,11 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, block_in_place};
 
-pub use crate::destination::replicas::folder_of as replica_folder;
 pub use crate::disks::lazy_base_images::of_guest as coming_bases;
-pub use crate::disks::tracked_writes::tracking_export;
+pub use crate::disks::tracked_writes::TrackedExports;
 pub use crate::disks::volumes::sizes as disk_sizes;
 pub use crate::host::right::{Holder, Right};
+pub use crate::replicas::folder_of as replica_folder;
 pub use crate::status::events::Events;
 pub use crate::status::failure::{UNCHANGED, attach as attach_failure};
 pub use crate::status::registry::Reservation;
@@ -95,6 +100,7 @@ pub struct Manager {
     source: Arc<Source>,
     destination: Arc<Destination>,
     recovered: Arc<Attempts>,
+    replications: Replications,
     accepting: JoinHandle<()>,
 }
 
@@ -191,7 +197,8 @@ impl Manager {
                 )
             })?;
         residue::sweep(&context, residues);
-        let taken_up = source.replications.take_up(&context);
+        let replications = Replications::default();
+        let taken_up = replications.take_up(&context);
         taken_up.map_err(|error| cannot("go on with the replications", &error))?;
         let accepting = tokio::spawn(destination::dispatch::accept(
             destination.clone(),
@@ -202,6 +209,7 @@ impl Manager {
             source,
             destination,
             recovered,
+            replications,
             accepting,
         }))
     }
@@ -487,7 +495,7 @@ impl Manager {
         guest: &str,
         how: ReplicateGuest,
     ) -> Result<Replication, ApiError> {
-        let replications = &self.source.replications;
+        let replications = &self.replications;
         replications.replicate(&self.context, guest, how).await?;
         let mut all = replications.list(&self.context).into_iter();
         let found = all.find(|replication| replication.guest == guest);
@@ -496,23 +504,23 @@ impl Manager {
 
     /// Returns the replications of this host's guests.
     pub fn replications(&self) -> Vec<Replication> {
-        self.source.replications.list(&self.context)
+        self.replications.list(&self.context)
     }
 
     /// Ends the replication of a guest. The other host keeps what it has.
     pub async fn stop_replication(&self, guest: &str) -> Result<(), ApiError> {
-        self.source.replications.stop(&self.context, guest).await
+        self.replications.stop(&self.context, guest).await
     }
 
     /// Returns the replicas that this host keeps.
     pub fn replicas(&self) -> Result<Vec<Replica>, ApiError> {
-        let replicas = block_in_place(|| destination::replicas::list(&self.context));
+        let replicas = block_in_place(|| replicas::list(&self.context));
         replicas.map_err(|error| failure::internal(&error.to_string()))
     }
 
     /// Removes a replica with all its versions.
     pub fn remove_replica(&self, guest: &str) -> Result<(), ApiError> {
-        block_in_place(|| destination::replicas::remove(&self.destination, guest))
+        block_in_place(|| replicas::remove(&self.context, &self.destination.first_replicas, guest))
     }
 
     /// Puts the disks of a replica in place, and takes the right to run its guest, whose
@@ -522,12 +530,12 @@ impl Manager {
         guest: &str,
         how: &FailOver,
     ) -> Result<(GuestDescription, FailedOver), ApiError> {
-        destination::replicas::fail_over(&self.destination, guest, how).await
+        replicas::fail_over(&self.context, guest, how).await
     }
 
     /// Refuses to start a guest that runs from its replica on another host, if that host says so.
     pub async fn may_start(&self, guest: &GuestDescription) -> Result<(), ApiError> {
-        match source::replication::ask_before_start(&self.context, guest).await {
+        match replication::ask_before_start(&self.context, guest).await {
             None => Ok(()),
             Some(host) => {
                 let name = &guest.name;

@@ -127,7 +127,8 @@ impl Replica {
     /// is none in the folder.
     ///
     /// # Errors
-    /// When it cannot be read, another process uses it, or an image is missing or cannot be written.
+    /// When it cannot be read, another process uses it, or an image of a version that was being
+    /// applied cannot be written.
     pub fn open(folder: &Path) -> Result<Option<Self>, ReplicaError> {
         let Some(document) = Document::read(&RealFiles, folder)? else {
             return Ok(None);

@@ -5,10 +5,11 @@ use crate::destination::call::{Call, allows, may_send};
 use crate::destination::files::Bringing;
 use crate::destination::local_content::Kept;
 use crate::destination::recovered::{AnswerError, Attempts};
-use crate::destination::{Destination, admission, attempt, files, replicas};
+use crate::destination::{Destination, admission, attempt, files};
 use crate::disks::{base_images, images};
 use crate::host::arbiter;
 use crate::limits::peer_quota;
+use crate::replicas;
 use longhaul_network::member::{GossipError, suite_of};
 use longhaul_overlay::seal::Suite;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
@@ -18,6 +19,7 @@ use longhaul_protocol::message::{
     Query, ToDestination, ToSource, Verdict,
 };
 use longhaul_protocol::port;
+use longhaul_protocol::replica::{FromReplica, ReplicaOffer, ToReplica};
 use longhaul_protocol::{AttemptId, Epoch, Generation};
 use longhaul_storage::JournalError;
 use longhaul_transport::{Channel, CloseCode, Control, Permission};
@@ -154,7 +156,7 @@ async fn dispatch(
             answer_files(&context, call, asked, &files).await
         }
         ToDestination::QueryKnown(asked) => answer_known(&context, call, &asked),
-        ToDestination::Replicate(offer) => replicas::receive(&context, call, *offer).await,
+        ToDestination::Replicate(offer) => keep_replica(&context, call, *offer).await,
         ToDestination::Offer(offer) => {
             let offered = (*offer, Vec::new(), Pulled::Nothing);
             attempt::receive(context, call, offered, None).await;
@@ -345,6 +347,29 @@ fn answer_known(
         Kept::look(&offer.regions, &places, memory, None).count(asked)
     });
     call.sender.send(&ToSource::Known { found })
+}
+
+/// Takes a version of a guest's disks, if the peer may send guests.
+async fn keep_replica(
+    context: &Destination,
+    call: Call,
+    offer: ReplicaOffer,
+) -> Result<(), TalkError> {
+    let allowed = may_send(&call.control, &context.parts.config.name);
+    let halves = (
+        call.sender.of::<FromReplica>(),
+        call.receiver.of::<ToReplica>(),
+    );
+    match allowed {
+        Ok(()) => {
+            let peer = call.control.peer().host.clone();
+            replicas::receive((context, &context.first_replicas), &peer, halves, offer).await
+        }
+        Err(refusal) => {
+            let (mut sender, _) = halves;
+            sender.send(&FromReplica::Refused(refusal))
+        }
+    }
 }
 
 /// Passes on a source that has returned, with or without an epoch for blocks.

@@ -21,7 +21,6 @@ pub(crate) mod page_server;
 pub(crate) mod qemu;
 pub(crate) mod receiver;
 pub(crate) mod recovered;
-pub(crate) mod replicas;
 pub(crate) mod store;
 pub(crate) mod waits;
 
@@ -29,6 +28,7 @@ use crate::context::Context;
 use crate::destination::closed::Closed;
 use crate::destination::companion::{About, Companions, List};
 use crate::destination::handle::{AttemptHandle, Handles};
+use crate::replicas::First;
 use longhaul_protocol::{AttemptId, HostId};
 use std::ops::Deref;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ pub(crate) struct Destination {
     pub(crate) closed: Closed,
     /// Creates the companions of each guest.
     companions: List,
-    pub(crate) first_replicas: replicas::First,
+    pub(crate) first_replicas: First,
 }
 
 impl Deref for Destination {
@@ -60,7 +60,7 @@ impl Destination {
             handles: Arc::default(),
             closed: Closed::default(),
             companions,
-            first_replicas: replicas::First::default(),
+            first_replicas: First::default(),
         }
     }
 

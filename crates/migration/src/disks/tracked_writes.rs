@@ -10,11 +10,12 @@ use crate::disks::export_notes::FrontError;
 use crate::disks::exports::{self, Noted, Tracks};
 use crate::status::registry::Taken;
 use longhaul_hypervisor::process::{Process, ProcessId};
+use longhaul_parcel::Tracking;
 use longhaul_storage::front::FrontFolder;
 use longhaul_storage::front::tracking::Changed;
 use std::collections::BTreeSet;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The recorded writes to one disk.
@@ -51,24 +52,47 @@ pub(crate) fn read(state: &Path, guest: &str) -> io::Result<Vec<TrackedDisk>> {
     Ok(found)
 }
 
-/// Returns the export that records a guest's writes to an image now; `None` where there is none, or
-/// where it may not know all of them.
-///
-/// # Errors
-/// When the notes of the exports cannot be read.
-pub fn tracking_export(state: &Path, guest: &str, image: &Path) -> io::Result<Option<FrontFolder>> {
-    let image = image.canonicalize()?;
-    for noted in exports_of(state, guest)? {
-        let Some(tracks) = noted.note.tracks.as_ref().filter(|tracks| !tracks.ended) else {
-            continue;
-        };
-        let is_it = noted.note.image.canonicalize().is_ok_and(|it| it == image);
-        let runs = || Process::open(&tracks.qemu).map_err(io::Error::other);
-        if is_it && !noted.folder().fell_back() && runs()?.is_some() {
-            return Ok(Some(noted.folder()));
+/// The exports of this host that track writes.
+#[derive(Debug, Clone)]
+pub struct TrackedExports {
+    /// The agent's state folder.
+    pub state: PathBuf,
+}
+
+impl Tracking for TrackedExports {
+    fn export_of(&self, guest: &str, image: &Path) -> io::Result<Option<FrontFolder>> {
+        let image = image.canonicalize()?;
+        for noted in exports_of(&self.state, guest)? {
+            let Some(tracks) = noted.note.tracks.as_ref().filter(|tracks| !tracks.ended) else {
+                continue;
+            };
+            let is_it = noted.note.image.canonicalize().is_ok_and(|it| it == image);
+            let runs = || Process::open(&tracks.qemu).map_err(io::Error::other);
+            if is_it && !noted.folder().fell_back() && runs()?.is_some() {
+                return Ok(Some(noted.folder()));
+            }
         }
+        Ok(None)
     }
-    Ok(None)
+}
+
+impl TrackedExports {
+    /// Returns whether the writes of a guest to all of these images are tracked.
+    ///
+    /// # Errors
+    /// When the notes of the exports cannot be read.
+    pub fn track_all<'a>(
+        &self,
+        guest: &str,
+        images: impl IntoIterator<Item = &'a Path>,
+    ) -> io::Result<bool> {
+        for image in images {
+            if self.export_of(guest, image)?.is_none() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
 }
 
 impl Noted {

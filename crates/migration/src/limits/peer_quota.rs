@@ -324,6 +324,20 @@ fn named(
     }
 }
 
+/// Checks that a peer's limits list what a guest uses of which a replica would be kept.
+pub(crate) fn may_use(
+    context: &Context,
+    peer: &TrustedHost,
+    guest: &GuestDescription,
+) -> Result<(), Refusal> {
+    let limits = context.allowances.limits(peer);
+    let excess = Excess {
+        here: &context.parts.config.name,
+        peer: &peer.name,
+    };
+    listed(&excess, limits, guest)
+}
+
 /// Checks that a peer's limits list every image, network and folder of a guest.
 fn listed(
     excess: &Excess<'_>,

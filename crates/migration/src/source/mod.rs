@@ -29,7 +29,6 @@ pub(crate) mod prediction;
 pub(crate) mod prepare;
 pub(crate) mod qemu;
 pub(crate) mod recovered;
-pub(crate) mod replication;
 pub(crate) mod reply;
 pub(crate) mod retained_qemu;
 pub(crate) mod sample;
@@ -41,7 +40,6 @@ pub(crate) mod write_tracker;
 
 use crate::context::Context;
 use crate::source::companion::{About, Companions, List};
-use crate::source::replication::Replications;
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -50,7 +48,6 @@ pub(crate) struct Source {
     pub(crate) context: Arc<Context>,
     /// Creates the companions of each guest.
     companions: List,
-    pub(crate) replications: Replications,
 }
 
 impl Source {
@@ -64,7 +61,6 @@ impl Source {
         Self {
             context,
             companions,
-            replications: Replications::default(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Parcels at their source.
 
 use super::steps::{StepDocument, steps};
-use super::tracking::OfAgent;
+use super::tracking;
 use super::{ExportDocument, ExportedGuest, no_image, now_s};
 use crate::cli::args::{CreateArgs, ExportArgs, ParcelGuest, ShipArgs};
 use crate::cli::error::CliError;
@@ -9,6 +9,7 @@ use crate::cli::output::Output;
 use crate::cli::picture::Picture;
 use crate::cli::show::parcel as shown;
 use longhaul_api::Client;
+use longhaul_migration::TrackedExports;
 use longhaul_migration::host::config::Config;
 use longhaul_migration::host::set_aside::set_aside_as;
 use longhaul_parcel::{
@@ -110,11 +111,11 @@ fn guest_of(config: &Config, guest: &ParcelGuest) -> Result<JobGuest, CliError> 
 
 fn open(config: &Config, name: &str) -> Result<Job, CliError> {
     let job = Job::open(&job_folder(config, name)?)?;
-    Ok(job.with_tracking(tracking(config)))
+    Ok(job.with_tracking(exports(config)))
 }
 
-fn tracking(config: &Config) -> OfAgent {
-    OfAgent {
+fn exports(config: &Config) -> TrackedExports {
+    TrackedExports {
         state: config.state.clone(),
     }
 }
@@ -343,13 +344,13 @@ async fn finish(
     config: &Config,
     job: Job,
 ) -> Result<u8, CliError> {
-    let tracking = tracking(config);
+    let exports = exports(config);
     let mut reasons = match job.is_sealed() {
         // Nothing is read.
         true => BTreeMap::new(),
-        false => tracking.begin(client, &job.guests()).await?,
+        false => tracking::begin(&exports, client, &job.guests()).await?,
     };
-    let mut job = job.with_tracking(tracking);
+    let mut job = job.with_tracking(exports);
     let picture = Picture::new(output);
     let parcel = job.run(now_s(), &mut |step| {
         if let Step::MomentLost { guest, why } = step {

@@ -1,57 +1,36 @@
 //! Tracks the writes of guests whose disks are exported.
 
 use longhaul_api::{Client, ClientError, Tracking as State};
-use longhaul_migration::tracking_export;
-use longhaul_parcel::{JobGuest, Tracking};
-use longhaul_storage::front::FrontFolder;
+use longhaul_migration::TrackedExports;
+use longhaul_parcel::JobGuest;
 use std::collections::BTreeMap;
 use std::io;
-use std::path::{Path, PathBuf};
 
-/// The exports of this host's agent.
-#[derive(Debug)]
-pub(super) struct OfAgent {
-    /// The agent's state folder.
-    pub(super) state: PathBuf,
+fn tracks(exports: &TrackedExports, guest: &JobGuest) -> io::Result<bool> {
+    let images = guest.disks.iter().map(|disk| &*disk.path);
+    exports.track_all(&guest.name, images)
 }
 
-impl Tracking for OfAgent {
-    fn export_of(&self, guest: &str, image: &Path) -> io::Result<Option<FrontFolder>> {
-        tracking_export(&self.state, guest, image)
-    }
-}
-
-impl OfAgent {
-    fn tracks(&self, guest: &JobGuest) -> io::Result<bool> {
-        for disk in &guest.disks {
-            if self.export_of(&guest.name, &disk.path)?.is_none() {
-                return Ok(false);
-            }
+/// Lets the agent track the writes of guests that run here. Returns why it does not, for each
+/// guest that is not tracked.
+pub(super) async fn begin(
+    exports: &TrackedExports,
+    client: &Client,
+    guests: &[JobGuest],
+) -> io::Result<BTreeMap<String, String>> {
+    let mut reasons = BTreeMap::new();
+    for guest in guests {
+        if tracks(exports, guest)? {
+            continue;
         }
-        Ok(true)
-    }
-
-    /// Lets the agent track the writes of guests that run here. Returns why it does not, for each
-    /// guest that is not tracked.
-    pub(super) async fn begin(
-        &self,
-        client: &Client,
-        guests: &[JobGuest],
-    ) -> io::Result<BTreeMap<String, String>> {
-        let mut reasons = BTreeMap::new();
-        for guest in guests {
-            if self.tracks(guest)? {
-                continue;
-            }
-            if let Err(error) = track(client, &guest.name).await {
-                reasons.insert(guest.name.clone(), error.to_string());
-            } else if !self.tracks(guest)? {
-                let why = "not all of these disks are those of the guest that runs here";
-                reasons.insert(guest.name.clone(), why.to_owned());
-            }
+        if let Err(error) = track(client, &guest.name).await {
+            reasons.insert(guest.name.clone(), error.to_string());
+        } else if !tracks(exports, guest)? {
+            let why = "not all of these disks are those of the guest that runs here";
+            reasons.insert(guest.name.clone(), why.to_owned());
         }
-        Ok(reasons)
     }
+    Ok(reasons)
 }
 
 /// Begins to track a guest's writes; again if an earlier record has ended.

@@ -10,7 +10,7 @@ mod link;
 pub(crate) use link::Superseded;
 
 use crate::context::Context;
-use crate::disks::tracked_writes;
+use crate::disks::tracked_writes::{self, TrackedExports};
 use crate::host::lock::lock;
 use crate::host::names::is_name;
 use crate::host::right::Holder;
@@ -21,14 +21,11 @@ use crate::status::registry::Taken;
 use link::Link;
 use longhaul_api::{ApiError, ErrorCode, ReplicaVersion, ReplicateGuest, ReplicationState};
 use longhaul_hypervisor::Guest;
-use longhaul_parcel::{
-    JobDisk, JobError, JobGuest, Replicated, Replication, Schedule, Step, Tracking,
-};
+use longhaul_parcel::{JobDisk, JobError, JobGuest, Replicated, Replication, Schedule, Step};
 use longhaul_protocol::Generation;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::replica::{ReplicaOffer, ReplicatedDisk};
 use longhaul_storage::disk::{Disk as _, RawDisk, is_volume, qcow2};
-use longhaul_storage::front::FrontFolder;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
@@ -54,19 +51,6 @@ fn now_s() -> u64 {
 
 fn folder(state: &Path, guest: &str) -> PathBuf {
     state.join("replications").join(guest)
-}
-
-/// The exports that track writes on this host.
-#[derive(Debug)]
-pub(crate) struct OfHost {
-    /// The agent's state folder.
-    pub(crate) state: PathBuf,
-}
-
-impl Tracking for OfHost {
-    fn export_of(&self, guest: &str, image: &Path) -> io::Result<Option<FrontFolder>> {
-        tracked_writes::tracking_export(&self.state, guest, image)
-    }
 }
 
 /// What a replication does, for those who look.
@@ -167,10 +151,13 @@ impl Replications {
         };
         let path = folder(state, guest);
         let known = block_in_place(|| Replication::open(&path)).ok();
-        let goes_there = known.is_some_and(|known| known.schedule().to == schedule.to);
+        let goes_there = known
+            .as_ref()
+            .is_some_and(|known| known.schedule().to == schedule.to);
         if !goes_there || !lock(&self.0).contains_key(guest) {
             // What the other host says against it is said now.
-            let offer = offer_of(context, running.description(), &disks, &schedule);
+            let mut offer = offer_of(context, running.description(), &disks, &schedule);
+            offer.id = known.map_or([0; 16], |known| known.id().0);
             let asked = ask(context, &schedule.to, offer);
             match timeout(ANSWER_WITHIN, asked).await {
                 // It compares images that are there.
@@ -257,7 +244,7 @@ fn shown(
         longest_behind_s: status.longest_behind_s.max(behind_s),
         changed_bytes: block_in_place(|| {
             let state = context.parts.config.state.clone();
-            source.changed_bytes(&OfHost { state })
+            source.changed_bytes(&TrackedExports { state })
         }),
         sent_bytes: status.sent_bytes,
         took_ms: status.took_ms,
@@ -474,7 +461,7 @@ async fn bring(
     offer.id = source.id().0;
     let link = Link::connect(context, &schedule.to, offer).await;
     let mut link = link.map_err(|error| failed(&error.message))?;
-    let mut source = source.with_tracking(OfHost { state });
+    let mut source = source.with_tracking(TrackedExports { state });
     let (seen, sent) = (status.clone(), link.sent());
     let run = tokio::task::spawn_blocking(move || {
         source.run(now_s(), &mut link, &mut |step| {
@@ -520,13 +507,11 @@ async fn track(
     disks: &[JobDisk],
     state: &Path,
 ) -> Result<(), String> {
-    let is_tracked = || {
-        let mut each = disks.iter().map(|disk| {
-            let found = tracked_writes::tracking_export(state, guest, &disk.path);
-            found.map(|found| found.is_some())
-        });
-        each.try_fold(true, |all, one| Ok::<_, io::Error>(all && one?))
+    let exports = TrackedExports {
+        state: state.to_owned(),
     };
+    let images = disks.iter().map(|disk| &*disk.path);
+    let is_tracked = || exports.track_all(guest, images);
     let text = |error: &dyn std::fmt::Display| error.to_string();
     if block_in_place(is_tracked).map_err(|error| text(&error))? {
         return Ok(());
