@@ -144,6 +144,22 @@ mod tests {
     use crate::wire::{decode, encode};
 
     #[test]
+    fn the_examples_are_true() {
+        let page = include_str!("../../../docs/wire.md");
+        let is_in_page = |bytes: Vec<u8>| {
+            let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+            let line = format!("\n{}\n", hex.join(" "));
+            assert!(page.contains(&line), "docs/wire.md lacks {line}");
+        };
+        let (number, durable) = (300, true);
+        is_in_page(encode(&ToReplica::Mark { number, durable }).unwrap());
+        is_in_page(encode(&FromReplica::Marked { number }).unwrap());
+        let (newest, same) = (None, false);
+        is_in_page(encode(&FromReplica::Begun { newest, same }).unwrap());
+        is_in_page(encode(&FromReplica::Superseded { generation: 300 }).unwrap());
+    }
+
+    #[test]
     fn messages_have_limits() {
         let record = |bytes| ToReplica::Record {
             kind: 2,

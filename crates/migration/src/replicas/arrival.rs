@@ -25,6 +25,9 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use tokio::task::block_in_place;
 
+/// Versions that a source can have kept here.
+const KEEP_MAX: u32 = 1000;
+
 /// Why a version is not taken.
 enum Not {
     Refused(Refusal),
@@ -155,7 +158,7 @@ fn begin(
                 id,
                 guest: guest.clone(),
                 from: from.to_owned(),
-                keep: offer.keep.max(1),
+                keep: offer.keep.clamp(1, KEEP_MAX),
                 every_s: offer.every_s,
                 disks,
             })
@@ -180,7 +183,7 @@ fn begin(
         (None, None) => return Err(fails(&"it is gone").into()),
     };
     let same = replica.spec().id == id;
-    let follows = replica.follow(id, offer.every_s, offer.keep);
+    let follows = replica.follow(id, offer.every_s, offer.keep.clamp(1, KEEP_MAX));
     follows.map_err(|error| fails(&error))?;
     let sizes: Vec<u64> = offer.disks.iter().map(|disk| disk.bytes).collect();
     replica.begin(&sizes).map_err(|error| fails(&error))?;

@@ -9,9 +9,21 @@ use longhaul_protocol::units::show_bytes;
 /// What is not known.
 const UNKNOWN: &str = "–";
 
-/// Formats a time in seconds.
+/// Formats a time in seconds, in the largest unit of which it is a multiple.
 fn time(seconds: u64) -> String {
-    figure::age(0, seconds * 1000)
+    let units = [(86_400, "days"), (3600, "h"), (60, "min")];
+    let whole = units
+        .into_iter()
+        .find(|(unit, _)| seconds >= *unit && seconds.is_multiple_of(*unit));
+    match whole {
+        Some((unit, name)) => format!("{} {name}", seconds / unit),
+        None => format!("{seconds} s"),
+    }
+}
+
+/// Formats how old something is.
+fn behind(seconds: u64) -> String {
+    figure::age(0, seconds * 1000).replace(" ago", "")
 }
 
 /// Formats the replications of this host's guests.
@@ -55,10 +67,7 @@ pub(crate) fn replications(all: &[Replication], now_unix_ms: u64) -> Vec<Line> {
             Line::text(time(one.every_s)),
             Line::default().tone(state, name),
             text(one.last.map(|last| last.version.to_string())),
-            Line::default().tone(
-                tone(late),
-                age.map_or_else(|| UNKNOWN.to_owned(), |age| format!("{age} ago")),
-            ),
+            Line::default().tone(tone(late), age.unwrap_or_else(|| UNKNOWN.to_owned())),
             text(one.changed_bytes.map(show_bytes)),
             Line::text(show_bytes(one.sent_bytes)),
             text(one.took_ms.map(|took| figure::ms(Some(took)))),
@@ -95,8 +104,8 @@ pub(crate) fn replicas(all: &[Replica], now_unix_ms: u64) -> Vec<Line> {
     }
     let mut lines = Vec::new();
     for replica in all {
-        let behind = match replica.behind_s {
-            Some(behind) => format!("{} behind", time(behind)),
+        let age = match replica.behind_s {
+            Some(seconds) => format!("{} behind", behind(seconds)),
             None => "no version of one moment yet".to_owned(),
         };
         let line = Line::default()
@@ -106,7 +115,7 @@ pub(crate) fn replicas(all: &[Replica], now_unix_ms: u64) -> Vec<Line> {
                 replica.from,
                 time(replica.every_s)
             ))
-            .tone(tone(replica.late || replica.behind_s.is_none()), behind);
+            .tone(tone(replica.late || replica.behind_s.is_none()), age);
         lines.push(line);
         if let Some(trouble) = &replica.trouble {
             lines.push(Line::text("  ").tone(Tone::Bad, trouble.clone()));
@@ -129,7 +138,7 @@ pub(crate) fn replicas(all: &[Replica], now_unix_ms: u64) -> Vec<Line> {
 
 fn moment(version: &ReplicaVersion, now_unix_ms: u64) -> String {
     format!(
-        "{}   {} UTC   {} ago",
+        "{}   {}   {}",
         version.version,
         figure::utc(version.unix_ms),
         figure::age(version.unix_ms, now_unix_ms)
@@ -163,7 +172,7 @@ pub(crate) fn stakes(
             false => "Its disks are copied first. The replica stays, with all its versions.",
         };
         lines.push(Line::text(format!(
-            "{guest} belongs to this host from now on, and starts as of {} ago (version {}). What \
+            "{guest} belongs to this host from now on, and starts as it was {} (version {}). What \
              it did since is lost, and its memory.",
             figure::age(version.unix_ms, now_unix_ms),
             version.version
@@ -208,7 +217,7 @@ pub(crate) fn failed_over(done: &FailedOver) -> Vec<Line> {
 /// Formats a version that was restored.
 pub(crate) fn restored(document: &RestoredDocument) -> Vec<Line> {
     let text = format!(
-        "version {} of {} ({} UTC) is restored, and was read back",
+        "version {} of {} ({}) is restored, and was read back",
         document.version,
         document.guest,
         figure::utc(document.unix_ms)
@@ -224,4 +233,82 @@ pub(crate) fn working(what: &str, guest: &str, (done, all): (u64, u64), width: u
     Line::text(format!("{what} {guest} "))
         .tone(Tone::Good, full)
         .plain(format!("{empty} {}", figure::part_of(done, all)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: u64 = 1_800_000_000_000;
+
+    fn text(lines: &[Line]) -> String {
+        let lines = lines.iter().map(|line| line.render(usize::MAX, false));
+        lines.collect::<Vec<_>>().join("\n")
+    }
+
+    fn version(version: u64, seconds_ago: u64, consistent: bool) -> ReplicaVersion {
+        ReplicaVersion {
+            version,
+            unix_ms: NOW - seconds_ago * 1000,
+            consistent,
+        }
+    }
+
+    fn replica() -> Replica {
+        Replica {
+            guest: "web-7".to_owned(),
+            from: "lyon".to_owned(),
+            every_s: 600,
+            keep: 24,
+            versions: vec![
+                version(6, 1500, true),
+                version(7, 900, true),
+                version(8, 300, false),
+            ],
+            behind_s: Some(900),
+            late: false,
+            failing_over_to: None,
+            trouble: None,
+        }
+    }
+
+    #[test]
+    fn times_are_said_once() {
+        assert_eq!(
+            [10, 90, 600, 7200, 604_800].map(time),
+            ["10 s", "90 s", "10 min", "2 h", "7 days"]
+        );
+        let said = text(&replicas(&[replica()], NOW));
+        assert!(
+            said.starts_with("web-7 from lyon, every 10 min: 15 min behind"),
+            "{said}"
+        );
+        assert!(
+            said.contains("version 8   2027-01-15 07:55:00.000 UTC   5 min ago; its"),
+            "{said}"
+        );
+        assert!(
+            !said.contains("ago ago") && !said.contains("UTC UTC"),
+            "{said}"
+        );
+    }
+
+    #[test]
+    fn a_failover_says_from_when_the_guest_goes_on() {
+        let newest = text(&stakes(&replica(), None, OtherSide::Dead, NOW));
+        assert!(
+            newest.contains("as it was 15 min ago (version 7)"),
+            "{newest}"
+        );
+        assert!(newest.contains("copied first"), "{newest}");
+        let mut replica = replica();
+        replica.versions.pop();
+        let newest = text(&stakes(&replica, None, OtherSide::Fenced, NOW));
+        assert!(
+            newest.contains("lyon is fenced") && newest.contains("given up"),
+            "{newest}"
+        );
+        let earlier = text(&stakes(&replica, Some(6), OtherSide::Dead, NOW));
+        assert!(earlier.contains("25 min ago (version 6)"), "{earlier}");
+    }
 }
