@@ -138,6 +138,12 @@ fn a_guest_goes_on_from_its_replica_and_comes_back_live() {
     assert!(after.sent_bytes < 600 << 10, "{after:?}");
     stage.is_restored(1, last.version, &into);
 
+    // One that is stopped and begun again is compared, and its versions stay.
+    let stop = ["replicate", GUEST, "--stop"];
+    stage.product.agent(0).unwrap().run(&stop).unwrap();
+    let again = stage.waits_for_version(0);
+    assert!(stage.replication(0).sent_bytes < 600 << 10, "{again:?}");
+    assert_eq!(stage.replicas(1).replicas[0].versions.len(), 3);
     // No two copies: not while its host answers, and not by mistake.
     let refused = stage.refused(1, &FAILOVER);
     assert!(refused.contains("is not dead"), "{refused}");

@@ -28,7 +28,7 @@ use tokio::task::block_in_place;
 pub(crate) use crate::limits::progress_watchdog::Pace;
 
 /// A generation that no guest reaches by migrations.
-const GENERATION_MAX: u64 = 1 << 62;
+pub(crate) const GENERATION_MAX: u64 = 1 << 62;
 
 /// An arriving guest's part of its sender's quota. Returned when this is dropped.
 pub(crate) struct Admission {

@@ -186,7 +186,16 @@ fn begin(
     let follows = replica.follow(id, offer.every_s, offer.keep.clamp(1, KEEP_MAX));
     follows.map_err(|error| fails(&error))?;
     let sizes: Vec<u64> = offer.disks.iter().map(|disk| disk.bytes).collect();
+    let had = replica.versions().len();
     replica.begin(&sizes).map_err(|error| fails(&error))?;
+    if replica.versions().len() < had {
+        tracing::warn!(
+            guest,
+            from,
+            had,
+            "the images were replaced: its versions are gone"
+        );
+    }
     Ok((replica, same))
 }
 

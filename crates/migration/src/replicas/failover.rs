@@ -8,7 +8,7 @@ use crate::host::set_aside::set_aside_as;
 use crate::left_behind;
 use crate::status::failure;
 use longhaul_api::{ApiError, ErrorCode, FailOver, FailedOver, ReclaimGuest};
-use longhaul_parcel::{Replica, ReplicaVersion};
+use longhaul_parcel::{Replica, ReplicaError, ReplicaVersion};
 use longhaul_protocol::guest::GuestDescription;
 use std::fs;
 use std::io;
@@ -29,9 +29,23 @@ pub(crate) async fn fail_over(
     let mut known = known
         .filter(|_| is_name(guest))
         .ok_or_else(|| no_replica(guest))?;
+    if known.failed_over.is_none() {
+        // A version that was interrupted is completed first.
+        block_in_place(|| Replica::open(&path))
+            .map(drop)
+            .map_err(|error| match error {
+                ReplicaError::Busy(_) => ApiError::new(ErrorCode::GuestBusy, error.to_string()),
+                error => cannot(&error),
+            })?;
+    }
     let looked = block_in_place(|| Replica::look(&path)).map_err(|error| cannot(&error))?;
     let (spec, versions) = looked.ok_or_else(|| no_replica(guest))?;
     let version = chosen(guest, &versions, known.failed_over.or(how.version))?;
+    let disks = spec.disks.iter();
+    let images: Vec<PathBuf> = disks.map(|disk| guests_path(&disk.path)).collect();
+    if known.failed_over.is_none() {
+        may_begin(context, guest, &images)?;
+    }
     // From now on no version arrives.
     known.failed_over = Some(version.version);
     block_in_place(|| note(state, &known)).map_err(|error| cannot(&error))?;
@@ -46,14 +60,9 @@ pub(crate) async fn fail_over(
             return Err(error);
         }
     }
-    let images: Vec<PathBuf> = spec
-        .disks
-        .iter()
-        .map(|disk| guests_path(&disk.path))
-        .collect();
     let newest = versions.last().map(|newest| newest.version);
     block_in_place(|| match newest == Some(version.version) {
-        true => give(&path, &images),
+        true => give(&path, version.version, &images),
         false => copy(&path, version.version, &images),
     })
     .map_err(|error| {
@@ -83,6 +92,24 @@ pub(crate) async fn fail_over(
             .collect(),
     };
     Ok((known.guest, done))
+}
+
+/// Refuses a failover of a guest that is here, or whose images are.
+fn may_begin(context: &Context, guest: &str, images: &[PathBuf]) -> Result<(), ApiError> {
+    let right = context.right(guest);
+    if right.holder == Holder::Here || right.moving.is_some() {
+        let text = format!("{guest} belongs to this host already, or comes or leaves");
+        return Err(
+            ApiError::new(ErrorCode::GuestState, text).hint("longhaul guests; longhaul migrations")
+        );
+    }
+    match images.iter().find(|image| image.exists()) {
+        None => Ok(()),
+        Some(image) => {
+            let text = format!("{} exists: it may be a guest's disk", image.display());
+            Err(ApiError::new(ErrorCode::Refused, text).hint("move it away"))
+        }
+    }
 }
 
 /// Returns the version that is asked for, or the newest one that a guest can go on from.
@@ -118,7 +145,7 @@ fn guests_path(set_aside: &Path) -> PathBuf {
 }
 
 /// Gives the images of the newest version to the guest.
-fn give(folder: &Path, images: &[PathBuf]) -> Result<(), String> {
+fn give(folder: &Path, version: u64, images: &[PathBuf]) -> Result<(), String> {
     let is_given = |image: &PathBuf| image.exists() && !set_aside_as(image).exists();
     if images.iter().all(is_given) {
         return Ok(());
@@ -129,19 +156,20 @@ fn give(folder: &Path, images: &[PathBuf]) -> Result<(), String> {
     if !is_begun {
         // An interrupted version is completed now.
         replica = Replica::open(folder).map_err(|error| error.to_string())?;
-        if let Some(replica) = &mut replica {
-            replica.check_images().map_err(|error| error.to_string())?;
+        let replica = replica.as_mut().ok_or("the replica is gone")?;
+        if replica
+            .newest()
+            .is_none_or(|newest| newest.version != version)
+        {
+            return Err("a version has come meanwhile".to_owned());
         }
+        replica.check_images().map_err(|error| error.to_string())?;
     }
     for image in images.iter().filter(|image| !is_given(image)) {
         if image.exists() {
             return Err(format!("{} exists: move it away", image.display()));
         }
-        let renamed = fs::rename(set_aside_as(image), image);
-        renamed.map_err(|error| format!("{}: {error}", image.display()))?;
-        let parent = image.parent().unwrap_or(image);
-        let synced = fs::File::open(parent).and_then(|parent| parent.sync_all());
-        synced.map_err(|error| format!("{}: {error}", parent.display()))?;
+        put_in_place(&set_aside_as(image), image)?;
     }
     // It was kept from others up to here.
     drop(replica);
@@ -180,11 +208,16 @@ fn copy(folder: &Path, version: u64, images: &[PathBuf]) -> Result<(), String> {
             (false, true) => continue,
             _ => return Err(format!("{} exists: move it away", image.display())),
         }
-        let renamed = fs::rename(part, image);
-        renamed.map_err(|error| format!("{}: {error}", image.display()))?;
-        let parent = image.parent().unwrap_or(image);
-        let synced = fs::File::open(parent).and_then(|parent| parent.sync_all());
-        synced.map_err(|error| format!("{}: {error}", parent.display()))?;
+        put_in_place(part, image)?;
     }
     Ok(())
+}
+
+/// Renames a file to a guest's image, durably.
+fn put_in_place(file: &Path, image: &Path) -> Result<(), String> {
+    let parent = image.parent().unwrap_or(image);
+    let renamed = fs::rename(file, image)
+        .and_then(|()| fs::File::open(parent))
+        .and_then(|parent| parent.sync_all());
+    renamed.map_err(|error| format!("{}: {error}", image.display()))
 }

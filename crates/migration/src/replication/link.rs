@@ -4,6 +4,7 @@ use crate::channel::{self, Receiver, Sender, TalkError};
 use crate::context::Context;
 use crate::limits::bandwidth::Share;
 use crate::status::failure;
+use crate::status::registry::Taken;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_parcel::{Newest, ReplicaLink};
 use longhaul_protocol::message::{ToDestination, ToSource};
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
+use tokio::sync::watch;
 use tokio::time::sleep;
 
 /// The first version of the messages that has replicas.
@@ -48,6 +50,35 @@ pub(crate) fn hint_of(error: &io::Error) -> Option<String> {
     error.get_ref()?.downcast_ref::<Refused>()?.hint.clone()
 }
 
+/// Ends a version that is not wanted any more.
+#[derive(Clone)]
+pub(super) struct Guard {
+    pub(super) context: Arc<Context>,
+    pub(super) guest: String,
+    pub(super) stopped: watch::Receiver<bool>,
+}
+
+impl Guard {
+    fn check(&self) -> io::Result<()> {
+        let guest = &self.guest;
+        if *self.stopped.borrow() {
+            return Err(io::Error::other("the replication is stopped"));
+        }
+        match self.context.registry.taken(guest) {
+            Some(Taken::Moving(..)) => Err(io::Error::other(format!("{guest} is moving"))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits until the replication is stopped.
+    async fn stopped(&mut self) {
+        if self.stopped.wait_for(|stopped| *stopped).await.is_err() {
+            // The agent ends.
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
 /// Keeps the rate of a version below a limit.
 #[derive(Debug)]
 struct Pace {
@@ -81,6 +112,7 @@ enum Channel {
 /// The channel.
 pub(super) struct Link {
     handle: Handle,
+    guard: Option<Guard>,
     channel: Channel,
     offer: ReplicaOffer,
     pace: Pace,
@@ -111,6 +143,7 @@ impl Link {
         let (sender, receiver) = channel::as_source(channel);
         Ok(Self {
             handle: Handle::current(),
+            guard: None,
             channel: Channel::Opened(sender, receiver),
             offer,
             pace: Pace {
@@ -122,6 +155,11 @@ impl Link {
             marks: (0, 0),
             sent_bytes: Arc::default(),
         })
+    }
+
+    /// Ends with an error when the version is not wanted any more.
+    pub(super) fn guarded(&mut self, guard: Guard) {
+        self.guard = Some(guard);
     }
 
     /// Returns the bytes of records that were sent.
@@ -150,6 +188,7 @@ impl Link {
     }
 
     fn send(&mut self, message: &ToReplica) -> io::Result<()> {
+        self.guard.as_ref().map_or(Ok(()), Guard::check)?;
         match &mut self.channel {
             Channel::Begun(sender, _) => sender.send(message).map_err(lost),
             Channel::Opened(..) | Channel::Lost => Err(unfit()),
@@ -163,7 +202,14 @@ impl Link {
         };
         // The host may read a whole disk before it answers. Whether it is there, the connection
         // knows.
-        match receiver.recv().await.map_err(lost)? {
+        let received = match &mut self.guard {
+            None => receiver.recv().await,
+            Some(guard) => tokio::select! {
+                received = receiver.recv() => received,
+                () = guard.stopped() => return Err(io::Error::other("it is stopped")),
+            },
+        };
+        match received.map_err(lost)? {
             FromReplica::Refused(refusal) => {
                 let (text, hint) = (refusal.text, refusal.hint);
                 Err(io::Error::other(Refused { text, hint }))

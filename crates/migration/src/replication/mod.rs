@@ -15,10 +15,11 @@ use crate::host::lock::lock;
 use crate::host::names::is_name;
 use crate::host::right::Holder;
 use crate::host::set_aside::set_aside;
+use crate::limits::peer_quota::GENERATION_MAX;
 use crate::source::tracking;
 use crate::status::failure;
 use crate::status::registry::Taken;
-use link::Link;
+use link::{Guard, Link};
 use longhaul_api::{ApiError, ErrorCode, ReplicaVersion, ReplicateGuest, ReplicationState};
 use longhaul_hypervisor::Guest;
 use longhaul_parcel::{JobDisk, JobError, JobGuest, Replicated, Replication, Schedule, Step};
@@ -33,7 +34,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::{sleep, timeout};
 
@@ -69,13 +70,9 @@ struct Ongoing {
     status: Arc<Mutex<Status>>,
     /// Begins the next version at once.
     now: Arc<Notify>,
+    /// Ends the task, and a version that is under way.
+    stop: watch::Sender<bool>,
     task: JoinHandle<()>,
-}
-
-impl Drop for Ongoing {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
 }
 
 /// The replications of this host.
@@ -117,16 +114,17 @@ impl Replications {
 
     fn begin(&self, context: &Arc<Context>, guest: &str) {
         let (status, now) = (Arc::<Mutex<Status>>::default(), Arc::<Notify>::default());
-        let task = work(
-            context.clone(),
-            guest.to_owned(),
-            status.clone(),
-            now.clone(),
-        );
+        let (stop, stopped) = watch::channel(false);
+        let guard = Guard {
+            context: context.clone(),
+            guest: guest.to_owned(),
+            stopped,
+        };
         let ongoing = Ongoing {
+            task: tokio::spawn(work(guard, status.clone(), now.clone())),
             status,
             now,
-            task: tokio::spawn(task),
+            stop,
         };
         lock(&self.0).insert(guest.to_owned(), ongoing);
     }
@@ -151,13 +149,15 @@ impl Replications {
         };
         let path = folder(state, guest);
         let known = block_in_place(|| Replication::open(&path)).ok();
+        let known_disks = known.as_ref().and_then(Replication::guest);
+        let known_disks = known_disks.map(|guest| guest.disks);
         let goes_there = known
             .as_ref()
             .is_some_and(|known| known.schedule().to == schedule.to);
         if !goes_there || !lock(&self.0).contains_key(guest) {
             // What the other host says against it is said now.
             let mut offer = offer_of(context, running.description(), &disks, &schedule);
-            offer.id = known.map_or([0; 16], |known| known.id().0);
+            offer.id = known.as_ref().map_or([0; 16], |known| known.id().0);
             let asked = ask(context, &schedule.to, offer);
             match timeout(ANSWER_WITHIN, asked).await {
                 // It compares images that are there.
@@ -165,47 +165,50 @@ impl Replications {
                 Ok(Err(error)) => return Err(error),
             }
         }
+        if known_disks.is_some_and(|known| known != disks) {
+            // A version of the other disks may be under way.
+            self.end(guest).await;
+        }
         block_in_place(|| set(&path, guest, disks, schedule)).map_err(|error| {
             ApiError::new(
                 ErrorCode::Internal,
                 format!("{guest} is not replicated: {error}"),
             )
         })?;
-        let known = lock(&self.0).contains_key(guest);
-        match known {
-            true => {
-                if let Some(ongoing) = lock(&self.0).get(guest) {
-                    ongoing.now.notify_one();
-                }
+        let is_begun = match lock(&self.0).get(guest) {
+            Some(ongoing) => {
+                ongoing.now.notify_one();
+                true
             }
-            false => self.begin(context, guest),
+            None => false,
+        };
+        if !is_begun {
+            self.begin(context, guest);
         }
         Ok(())
     }
 
     /// Ends the replication of a guest.
     pub(crate) async fn stop(&self, context: &Context, guest: &str) -> Result<(), ApiError> {
-        let Some(ongoing) = lock(&self.0).remove(guest) else {
+        if !self.end(guest).await {
             let text = format!("{guest} is not replicated from here");
             return Err(ApiError::new(ErrorCode::GuestState, text));
-        };
-        drop(ongoing);
+        }
         let path = folder(&context.parts.config.state, guest);
-        // A version that is under way ends when its connection does.
-        let removed = async {
-            loop {
-                match block_in_place(|| fs::remove_dir_all(&path)) {
-                    Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-                    Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => {
-                        sleep(Duration::from_millis(100)).await;
-                    }
-                    other => return other,
-                }
-            }
-        };
-        removed
-            .await
+        block_in_place(|| fs::remove_dir_all(&path))
             .map_err(|error| failure::internal(&format!("{}: {error}", path.display())))
+    }
+
+    /// Ends the task of a replication, and waits for it. Returns whether there was one.
+    async fn end(&self, guest: &str) -> bool {
+        let Some(ongoing) = lock(&self.0).remove(guest) else {
+            return false;
+        };
+        ongoing.stop.send_replace(true);
+        if let Err(error) = ongoing.task.await {
+            tracing::error!(guest, %error, "the task of its replication broke");
+        }
+        true
     }
 
     /// Returns all replications.
@@ -365,32 +368,39 @@ async fn ask(context: &Context, host: &str, offer: ReplicaOffer) -> Result<(), A
     link.begin_now().await.map(drop).map_err(refused)
 }
 
-/// Brings versions, until the task is aborted.
-async fn work(context: Arc<Context>, guest: String, status: Arc<Mutex<Status>>, now: Arc<Notify>) {
+/// Brings versions, until it is stopped.
+async fn work(guard: Guard, status: Arc<Mutex<Status>>, now: Arc<Notify>) {
+    let Guard { context, guest, .. } = guard.clone();
     let path = folder(&context.parts.config.state, &guest);
+    let mut stopped = guard.stopped.clone();
     let mut again = AGAIN[0];
-    loop {
+    while !*stopped.borrow() {
+        let wait = async |limit: Duration, stopped: &mut watch::Receiver<bool>| {
+            tokio::select! {
+                () = now.notified() => {}
+                () = sleep(limit) => {}
+                _ = stopped.changed() => {}
+            }
+        };
         let due = block_in_place(|| Replication::open(&path)).map(|source| {
             let last = source.last().map_or(0, |last| last.time);
             let every_s = source.schedule().every_s;
             Duration::from_secs((last + every_s).saturating_sub(now_s()))
         });
         match due {
-            Ok(due) => {
-                let _ = timeout(due, now.notified()).await;
-            }
+            Ok(due) => wait(due, &mut stopped).await,
             Err(error) => {
                 tracing::error!(guest, %error, "is replicated no longer");
                 return;
             }
         }
+        if *stopped.borrow() {
+            return;
+        }
         let behind = || block_in_place(|| Replication::open(&path)).ok()?.last();
         let begun = behind().map(|last| now_s().saturating_sub(last.time));
         lock(&status).state = Some(ReplicationState::Running);
-        let (started, brought) = (
-            Instant::now(),
-            bring(&context, &guest, &path, &status).await,
-        );
+        let (started, brought) = (Instant::now(), bring(&guard, &path, &status).await);
         let is_done = {
             let mut shown = lock(&status);
             shown.longest_behind_s = shown.longest_behind_s.max(begun);
@@ -401,7 +411,7 @@ async fn work(context: Arc<Context>, guest: String, status: Arc<Mutex<Status>>, 
             again = AGAIN[0];
             continue;
         }
-        let _ = timeout(again, now.notified()).await;
+        wait(again, &mut stopped).await;
         again = (again * 2).min(AGAIN[1]);
     }
 }
@@ -441,11 +451,11 @@ impl Status {
 
 /// Brings one version.
 async fn bring(
-    context: &Arc<Context>,
-    guest: &str,
+    guard: &Guard,
     path: &Path,
     status: &Arc<Mutex<Status>>,
 ) -> Result<Replicated, NotBrought> {
+    let (context, guest) = (&guard.context, &*guard.guest);
     let failed = |error: &dyn std::fmt::Display| NotBrought::Failed(error.to_string());
     let running = running(context, guest)?;
     let source = block_in_place(|| Replication::open(path)).map_err(|error| failed(&error))?;
@@ -461,6 +471,7 @@ async fn bring(
     offer.id = source.id().0;
     let link = Link::connect(context, &schedule.to, offer).await;
     let mut link = link.map_err(|error| failed(&error.message))?;
+    link.guarded(guard.clone());
     let mut source = source.with_tracking(TrackedExports { state });
     let (seen, sent) = (status.clone(), link.sent());
     let run = tokio::task::spawn_blocking(move || {
@@ -541,6 +552,10 @@ async fn superseded(
     let Ok(_reserved) = context.registry.take_settled(guest).await else {
         return;
     };
+    if generation > GENERATION_MAX {
+        tracing::error!(guest, host, generation, "no guest has moved that often");
+        return;
+    }
     let known = block_in_place(|| context.rights.get(guest));
     let is_newer = known.as_ref().is_ok_and(|known| {
         known
