@@ -16,7 +16,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const SEEDS: u64 = 1500;
+const SEEDS: u64 = 1000;
 const KEEP: usize = 3;
 
 type Disks = Vec<Vec<u8>>;

@@ -304,7 +304,7 @@ fn shown(output: &Output, folder: &Folder) -> Result<(), CliError> {
         );
         if let Some(last) = &last {
             let left_s = last.expires_s.saturating_sub(now_s());
-            line("ends in", format!("{} days", left_s / DAY_S));
+            line("ends in", format!("{} days", (left_s + DAY_S / 2) / DAY_S));
         }
         for (id, server) in &plan.server {
             line("server", format!("{id} {}", server.addresses.join(" ")));
