@@ -30,6 +30,9 @@ use std::sync::Arc;
 
 /// Bytes of a chunk's digest.
 const DIGEST_BYTES: u64 = 32;
+/// In the place of a digest that is not known. A chunk that nothing was noted of has it too: the
+/// file of digests is sparse there.
+const UNKNOWN: [u8; 32] = [0; 32];
 /// Digests that are read or written at once.
 const DIGESTS_AT_ONCE: usize = 4096;
 
@@ -63,6 +66,12 @@ struct OpenDisk {
 
 fn chunks_of(bytes: u64) -> u64 {
     bytes.div_ceil(CHUNK_BYTES as u64)
+}
+
+/// Returns the last chunk of a disk that grows, if it becomes longer: its digest changes then.
+fn grown_chunk(from: u64, to: u64) -> Option<u64> {
+    let is_grown = to > from && !from.is_multiple_of(CHUNK_BYTES as u64);
+    is_grown.then_some(from / CHUNK_BYTES as u64)
 }
 
 /// Returns the length of a chunk.
@@ -235,9 +244,17 @@ impl Replica {
             self.open.push(disk);
         }
         self.opened = self.image_files()?;
-        self.collected = match self.document.versions.is_empty() {
-            true => None,
-            false => Some(Collected::begin(&*self.files, &self.folder)?),
+        self.collected = match self.document.versions.last() {
+            None => None,
+            Some(newest) => {
+                let mut collected = Collected::begin(&*self.files, &self.folder)?;
+                for (at, (had, bytes)) in newest.disks.iter().zip(sizes).enumerate() {
+                    if let Some(chunk) = grown_chunk(had.bytes, *bytes) {
+                        collected.forget((at, chunk));
+                    }
+                }
+                Some(collected)
+            }
         };
         Ok(())
     }
@@ -350,9 +367,19 @@ impl Replica {
         if guest.name != spec.guest || !names.eq(spec.disks.iter().map(|disk| &disk.name)) {
             return Err(ReplicaError::Contradiction("it is of another guest"));
         }
-        for (open, disk) in self.open.iter_mut().zip(&guest.disks) {
+        for (at, (open, disk)) in self.open.iter_mut().zip(&guest.disks).enumerate() {
             if disk.bytes < open.bytes {
                 return Err(ReplicaError::Contradiction("a disk has become smaller"));
+            }
+            if let Some(chunk) = grown_chunk(open.bytes, disk.bytes) {
+                match &mut self.collected {
+                    Some(collected) => collected.forget((at, chunk)),
+                    None => {
+                        let path = self.folder.join(format!("digests.{at}"));
+                        let noted = open.digests.write_at(chunk * DIGEST_BYTES, &UNKNOWN);
+                        noted.map_err(io_at(&path))?;
+                    }
+                }
             }
             open.bytes = disk.bytes;
         }

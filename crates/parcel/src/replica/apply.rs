@@ -3,7 +3,7 @@
 use super::document::{Document, ReplicaVersion, Stage};
 use super::error::{ReplicaError, io_at};
 use super::records::{Collected, RecordWriter, Records};
-use super::{DIGEST_BYTES, DIGESTS_AT_ONCE, OpenDisk, Replica, chunks_of, length_of};
+use super::{DIGEST_BYTES, DIGESTS_AT_ONCE, OpenDisk, Replica, UNKNOWN, chunks_of, length_of};
 use crate::record::{CHUNK_BYTES, Packer, is_zero};
 use crate::room::Stamp;
 use crate::tree::{Tree, text};
@@ -250,12 +250,11 @@ impl OpenDisk {
             let mut digests = digests.chunks_exact(DIGEST_BYTES as usize);
             for chunk in first..end {
                 let old = digests.next();
-                match changed(chunk) {
-                    Some(new) => whole.update(&new),
-                    None => match old {
-                        Some(old) => whole.update(old),
-                        None => return Ok(None),
-                    },
+                let new = changed(chunk);
+                let digest = new.as_ref().map(|new| &new[..]).or(old);
+                match digest.filter(|digest| **digest != UNKNOWN) {
+                    Some(digest) => whole.update(digest),
+                    None => return Ok(None),
                 }
             }
         }

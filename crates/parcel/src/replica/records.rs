@@ -2,6 +2,7 @@
 //!
 //! A record has its length in 4 bytes, and then the rest of a chunk record of a parcel.
 
+use super::UNKNOWN;
 use super::document::CHUNKS_MAX;
 use super::error::{ReplicaError, io_at};
 use crate::record::{Chunk, KIND_CHUNK, RECORD_BYTES_MAX, Record};
@@ -152,6 +153,11 @@ impl Collected {
     ) -> Result<(), ReplicaError> {
         self.chunks.insert(at, (self.writer.bytes(), digest));
         self.writer.put(rest)
+    }
+
+    /// Says that a chunk has another digest than is known.
+    pub(super) fn forget(&mut self, at: (usize, u64)) {
+        self.chunks.insert(at, (0, UNKNOWN));
     }
 
     pub(super) fn bytes(&self) -> u64 {

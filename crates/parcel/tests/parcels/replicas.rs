@@ -378,3 +378,40 @@ fn a_replica_refuses_what_does_not_fit() {
     assert!(replica.newest().is_none());
     assert!(replica.restore(1, &[], &mut |_| ()).is_err());
 }
+
+#[test]
+fn a_disk_that_grows_without_its_last_chunk_is_refused() {
+    let stage = Stage::new(0);
+    let mut there = Destination::new(&stage, ReplicaId([1; 16]));
+    let replica = there.replica();
+    let digest = |content: &[u8]| {
+        use ring::digest::{SHA256, digest};
+        let chunk = digest(&SHA256, content);
+        let whole = digest(&SHA256, chunk.as_ref());
+        let digits = whole.as_ref().iter().map(|byte| format!("{byte:02x}"));
+        digits.collect::<String>()
+    };
+    let version = |version, digests: [String; 2]| {
+        let disks = (0..).zip(digests);
+        let record = longhaul_parcel::Record::Version(longhaul_parcel::Version {
+            guest: 0,
+            version,
+            time: 2,
+            consistent: true,
+            disks: disks
+                .map(|(disk, digest)| longhaul_parcel::VersionDisk { disk, digest })
+                .collect(),
+        });
+        record.encode().unwrap()
+    };
+    replica.begin(&[100, 100]).unwrap();
+    let (kind, rest) = version(1, [digest(&[0; 100]), digest(&[0; 100])]);
+    replica.put(kind, &rest).unwrap();
+    // The last chunk has the digest of 100 bytes, and 300 now.
+    replica.begin(&[100, 300]).unwrap();
+    let (kind, rest) = version(2, [digest(&[0; 100]), digest(&[0; 100])]);
+    let error = replica.put(kind, &rest).unwrap_err();
+    assert!(error.to_string().contains("digest"), "{error}");
+    replica.begin(&[100, 100]).unwrap();
+    replica.verify(&mut |_| ()).unwrap();
+}
