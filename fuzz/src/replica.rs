@@ -196,6 +196,12 @@ fn is_small(sizes: &[u64]) -> bool {
     sizes.iter().all(|bytes| *bytes <= DISK_BYTES_MAX)
 }
 
+/// Reads an image. One with a chunk far behind its others is not read.
+fn read_image(path: &Path) -> Option<Vec<u8>> {
+    let bytes = fs::metadata(path).ok()?.len();
+    is_small(&[bytes]).then(|| fs::read(path))?.ok()
+}
+
 /// Returns the bytes of a chunk.
 fn length_of(chunk: u64, bytes: u64) -> usize {
     let from = chunk.saturating_mul(CHUNK_BYTES as u64);
@@ -329,10 +335,7 @@ impl Peer<'_> {
         let disks = self.there().spec().disks.iter().zip(sizes);
         disks
             .map(|(disk, bytes)| {
-                let length = fs::metadata(&disk.path).ok()?.len();
-                let mut content = (length <= DISK_BYTES_MAX)
-                    .then(|| fs::read(&disk.path))?
-                    .ok()?;
+                let mut content = read_image(&disk.path)?;
                 content.resize(*bytes as usize, 0);
                 Some(content)
             })
@@ -596,10 +599,8 @@ impl Peer<'_> {
     fn replace_image(&mut self) {
         let (disk, flags) = (self.input.below(2), self.input.byte());
         let (path, new) = (&images(self.root)[disk], self.root.join("images/new"));
-        let Some(before) = fs::read(path)
-            .ok()
-            .filter(|_| is_small(&self.newest_sizes()))
-        else {
+        let before = read_image(path).filter(|_| is_small(&self.newest_sizes()));
+        let Some(before) = before else {
             return;
         };
         let mut content = before.clone();
