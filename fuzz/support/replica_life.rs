@@ -143,6 +143,8 @@ pub(super) fn version_record(version: u64, consistent: bool, digests: Vec<String
         version,
         time: version,
         consistent,
+        frozen: false,
+        moment: None,
         disks: disks
             .map(|(disk, digest)| VersionDisk { disk, digest })
             .collect(),

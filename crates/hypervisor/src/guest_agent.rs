@@ -1,8 +1,10 @@
 //! Measures and corrects a guest's clock after a move, by the QEMU guest agent. For a guest without
-//! an agent it reads the real-time clock.
+//! an agent it reads the real-time clock. [`freeze`] freezes its file systems.
 //!
 //! The agent speaks JSON over a virtio-serial port. Its answers are from the guest, so every line
 //! has a length limit, and the whole conversation a time limit.
+
+pub mod freeze;
 
 use crate::qmp::{COMMAND_TIMEOUT, Qmp};
 use serde_json::{Value, json};
@@ -48,6 +50,9 @@ pub enum AgentError {
     /// It sent no answer.
     #[error("the guest agent did not answer within {} s", TALK_TIMEOUT.as_secs())]
     Silent,
+    /// File systems were frozen for too long.
+    #[error("the file systems were frozen for {} s, and were thawed", freeze::FROZEN_MAX.as_secs())]
+    Frozen,
     /// Its answer is not understood.
     #[error("the guest agent's answer to `{0}` is not understood")]
     Answer(&'static str),
@@ -64,6 +69,8 @@ pub enum AgentError {
 /// The agent at the other end of a port.
 struct Agent {
     port: BufReader<UnixStream>,
+    /// The beginning of the next line.
+    line: Vec<u8>,
 }
 
 impl Agent {
@@ -71,7 +78,10 @@ impl Agent {
     async fn connect(path: &Path) -> Result<Self, AgentError> {
         const SYNC: &str = "guest-sync-delimited";
         let port = BufReader::new(UnixStream::connect(path).await?);
-        let mut agent = Self { port };
+        let mut agent = Self {
+            port,
+            line: Vec::new(),
+        };
         // This byte resets an agent in the middle of another client's line; otherwise the agent
         // reports it as an error, ahead of the delimiter.
         agent.port.get_mut().write_all(&[DELIMITER]).await?;
@@ -96,10 +106,12 @@ impl Agent {
         self.port.get_mut().write_all(line.as_bytes()).await
     }
 
+    /// Reads a line. If the future is dropped, the next one goes on with it.
     async fn line(&mut self, command: &'static str) -> Result<Vec<u8>, AgentError> {
-        let mut line = Vec::new();
-        let mut limited = (&mut self.port).take(LINE_BYTES_MAX);
-        limited.read_until(b'\n', &mut line).await?;
+        let room = LINE_BYTES_MAX.saturating_sub(self.line.len() as u64);
+        let mut limited = (&mut self.port).take(room);
+        limited.read_until(b'\n', &mut self.line).await?;
+        let line = std::mem::take(&mut self.line);
         match line.last() {
             Some(b'\n') => Ok(line),
             _ => Err(AgentError::Answer(command)),
@@ -108,6 +120,11 @@ impl Agent {
 
     async fn ask(&mut self, command: &'static str, arguments: Value) -> Result<Value, AgentError> {
         self.question(command, arguments).await?;
+        self.answer(command).await
+    }
+
+    /// Reads the answer to a command.
+    async fn answer(&mut self, command: &'static str) -> Result<Value, AgentError> {
         let line = self.line(command).await?;
         let answer: Option<Value> = serde_json::from_slice(&line).ok();
         let mut answer = answer.ok_or(AgentError::Answer(command))?;

@@ -1,7 +1,7 @@
 //! Header cells: what a device says about its parcel.
 
 use crate::cell::{BODY_BYTES, CELL_BYTES, Cell, Kind, Name};
-use crate::key::Fingerprint;
+use crate::key::{Fingerprint, KeyError};
 use crate::layout::{Layout, LayoutError};
 use ring::hmac;
 use serde::{Deserialize, Serialize};
@@ -17,6 +17,15 @@ const NAME_CHARS_MAX: usize = 63;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub(crate) struct Bytes16(pub(crate) [u8; 16]);
+
+impl Bytes16 {
+    /// Draws 16 random bytes.
+    pub(crate) fn draw() -> Result<Self, KeyError> {
+        let mut bytes = [0; 16];
+        getrandom::fill(&mut bytes).map_err(KeyError::Random)?;
+        Ok(Self(bytes))
+    }
+}
 
 impl fmt::Display for Bytes16 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

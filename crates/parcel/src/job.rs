@@ -16,7 +16,7 @@ mod status;
 pub use check::{Checked, CheckedDisk, Verdict};
 pub use document::{Confirmation, JobDisk, JobGuest, Seal, SealedDisk, Shipment};
 pub use error::JobError;
-pub use moment::{Tracking, Untracked};
+pub use moment::{Frozen, Tracking, Untracked};
 pub use replication::{Newest, ReplicaLink, Replicated, Replication, Schedule};
 pub use status::{Attachment, DeviceStatus, DiskStatus, GuestStatus, Reading, Status};
 
@@ -58,6 +58,13 @@ pub enum Step<'a> {
         /// The reason.
         why: &'a str,
     },
+    /// The file systems of a guest were not frozen at its moment.
+    NotFrozen {
+        /// The guest.
+        guest: &'a str,
+        /// The reason.
+        why: &'a str,
+    },
     /// Rows are read back.
     Seals {
         /// How many.
@@ -65,6 +72,15 @@ pub enum Step<'a> {
         /// All rows.
         all: u64,
     },
+}
+
+/// The moment of a guest's version.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MomentOf {
+    /// Whether the guest's agent had frozen its file systems.
+    pub frozen: bool,
+    /// The group whose guests have the same moment.
+    pub group: Option<String>,
 }
 
 /// An export.
@@ -83,13 +99,7 @@ impl Job {
         let (state, document) = document::read::<ParcelDocument>(folder)?;
         Ok(Self {
             key: document.key.parse()?,
-            copier: Copier {
-                folder: folder.to_path_buf(),
-                state,
-                document,
-                durable_every: DURABLE_EVERY,
-                tracking: Box::new(Untracked),
-            },
+            copier: Copier::new(folder, state, document),
         })
     }
 
@@ -124,10 +134,22 @@ impl Job {
         guests.collect()
     }
 
-    /// Returns whether the last version of a guest is of one moment.
-    pub fn is_of_one_moment(&self, guest: &str) -> bool {
+    /// Lets the file systems of guests be as they are at their moments, also if their agents could
+    /// freeze them.
+    #[must_use]
+    pub fn without_freezing(mut self) -> Self {
+        self.copier.freezes = false;
+        self
+    }
+
+    /// Returns of what moment the last version of a guest is; `None` if it is of none.
+    pub fn moment_of(&self, guest: &str) -> Option<MomentOf> {
         let mut guests = self.copier.state.guests.iter();
-        guests.any(|known| known.name == guest && known.consistent)
+        let known = guests.find(|known| known.name == guest && known.consistent)?;
+        Some(MomentOf {
+            frozen: known.frozen,
+            group: known.group.clone().filter(|_| known.moment.is_some()),
+        })
     }
 
     /// Returns the data key.

@@ -39,15 +39,17 @@ pub use device::{Device, DeviceError};
 pub use header::{Earlier, GENERATIONS_MAX, Header, HeaderError, ParcelId, Proof};
 pub use import::{ImportError, ImportedDisk, import};
 pub use job::{
-    Attachment, Checked, CheckedDisk, Confirmation, DeviceStatus, DiskStatus, GuestStatus, Job,
-    JobDisk, JobError, JobGuest, Newest, Reading, ReplicaLink, Replicated, Replication, Schedule,
-    Seal, SealedDisk, Shipment, Status, Step, Tracking, Untracked, Verdict,
+    Attachment, Checked, CheckedDisk, Confirmation, DeviceStatus, DiskStatus, Frozen, GuestStatus,
+    Job, JobDisk, JobError, JobGuest, MomentOf, Newest, Reading, ReplicaLink, Replicated,
+    Replication, Schedule, Seal, SealedDisk, Shipment, Status, Step, Tracking, Untracked, Verdict,
 };
 pub use key::{DataKey, Fingerprint, KeyError};
 pub use layout::{DEVICES_MAX, Layout, LayoutError, Roles};
 pub use log::{LogReader, PLAIN_BYTES};
 pub use reader::{Damage, OpenError, Parcel, ReadError, Report};
-pub use record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, RecordError, Version, VersionDisk};
+pub use record::{
+    CHUNK_BYTES, Chunk, Disk, Guest, MomentId, Record, RecordError, Version, VersionDisk,
+};
 pub use replica::{
     Replica, ReplicaDisk, ReplicaError, ReplicaId, ReplicaSpec, ReplicaVersion, ReplicaVersionDisk,
 };

@@ -1,6 +1,7 @@
 //! Records: what a parcel's log consists of.
 
 use crate::cell::SCALE;
+use crate::header::Bytes16;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -73,6 +74,11 @@ pub struct Guest {
     pub description: Value,
 }
 
+/// Identifies a moment that several guests share: 32 hexadecimal digits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct MomentId(pub(crate) Bytes16);
+
 /// A disk as a version has it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VersionDisk {
@@ -93,6 +99,12 @@ pub struct Version {
     pub time: u64,
     /// Whether all disks are as they were at one moment.
     pub consistent: bool,
+    /// Whether the guest's agent had frozen its file systems at that moment.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub frozen: bool,
+    /// The moment, if guests of a group share it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moment: Option<MomentId>,
     /// Its disks.
     pub disks: Vec<VersionDisk>,
 }

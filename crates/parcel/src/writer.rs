@@ -106,12 +106,6 @@ pub struct Position {
     pub end: u64,
 }
 
-fn random() -> Result<Bytes16, KeyError> {
-    let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes).map_err(KeyError::Random)?;
-    Ok(Bytes16(bytes))
-}
-
 /// Writes a generation of a parcel.
 pub struct Writer {
     queue: Queue,
@@ -235,7 +229,7 @@ impl Writer {
             end: position.end.max(header.row + 1),
         });
         header.generation = header.generation.max(latest) + 1;
-        header.nonce = random()?;
+        header.nonce = Bytes16::draw()?;
         header.row = next;
         header.sealed = false;
         let writer = Self::prepare(devices, header, key, position)?;
@@ -477,7 +471,7 @@ impl Writer {
                 end: position.end,
             });
             header.generation += 1;
-            header.nonce = random()?;
+            header.nonce = Bytes16::draw()?;
             header.row = self.row;
         }
         header.sealed = true;
@@ -522,7 +516,7 @@ fn first_header(
     let cells: Vec<u64> = devices.iter().map(Device::capacity).collect();
     let layout = Layout::new(&cells, settings.parity)?;
     Ok(Header {
-        parcel: ParcelId(random()?),
+        parcel: ParcelId(Bytes16::draw()?),
         name: settings.name.clone(),
         to: settings.to.clone(),
         created: settings.now,
@@ -531,7 +525,7 @@ fn first_header(
         parity: settings.parity,
         row: 0,
         generation: 1,
-        nonce: random()?,
+        nonce: Bytes16::draw()?,
         key: key.fingerprint()?,
         earlier: Vec::new(),
         sealed: false,

@@ -1,14 +1,16 @@
 //! What parcels and replicas have in common: versions of guests' disks that are copied to a place
 //! which only takes records, and how far that has come.
 
+use super::DURABLE_EVERY;
 use super::document::{self, Copied};
 use super::error::{JobError, io_at};
-use super::moment::Tracking;
+use super::moment::{Moment, Tracking, Untracked};
 use crate::lock::{FolderLock, lock_folder};
 use crate::record::Record;
 use crate::writer::Writer;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -52,9 +54,26 @@ pub(super) struct Copier<D> {
     pub(super) document: D,
     pub(super) durable_every: Duration,
     pub(super) tracking: Box<dyn Tracking>,
+    /// Whether guests' file systems are frozen at their moments, where that is possible.
+    pub(super) freezes: bool,
+    /// The moments of guests that wait for others of their group, by their numbers.
+    pub(super) moments: BTreeMap<usize, Moment>,
 }
 
 impl<D: Document> Copier<D> {
+    /// Goes on with what is known. No writes are tracked.
+    pub(super) fn new(folder: &Path, state: Copied, document: D) -> Self {
+        Self {
+            folder: folder.to_path_buf(),
+            state,
+            document,
+            durable_every: DURABLE_EVERY,
+            tracking: Box::new(Untracked),
+            freezes: true,
+            moments: BTreeMap::new(),
+        }
+    }
+
     /// Reads what the last command has left.
     pub(super) fn read(&mut self) -> Result<(), JobError> {
         (self.state, self.document) = document::read(&self.folder)?;

@@ -6,7 +6,7 @@ use super::moment::Since;
 use crate::date::Date;
 use crate::header::ParcelId;
 use crate::layout::CELLS_MAX;
-use crate::record::{CHUNK_BYTES, DISK_BYTES_MAX};
+use crate::record::{CHUNK_BYTES, DISK_BYTES_MAX, MomentId};
 use crate::writer::{Position, Writer};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use serde::de::Error as _;
@@ -56,6 +56,15 @@ pub(super) struct KnownGuest {
     /// Whether its last version is of one moment.
     #[serde(default)]
     pub(super) consistent: bool,
+    /// Whether its file systems were frozen at that moment.
+    #[serde(default)]
+    pub(super) frozen: bool,
+    /// The group whose guests are to have the same moment.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) group: Option<String>,
+    /// The moment of its last version, if others of its group have it too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) moment: Option<MomentId>,
 }
 
 impl KnownGuest {
@@ -74,6 +83,9 @@ impl KnownGuest {
         Ok(Self {
             name: guest.name,
             consistent: false,
+            frozen: false,
+            group: None,
+            moment: None,
             disks: each.collect::<Result<_, JobError>>()?,
         })
     }

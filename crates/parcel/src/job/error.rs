@@ -45,6 +45,14 @@ pub enum JobError {
     /// No device is named.
     #[error("the parcel {0} has no devices yet: name them")]
     NoDevices(String),
+    /// A guest is not in the parcel.
+    #[error("parcel {parcel} has no guest {guest}: add it with its disks, {guest}=IMAGE,IMAGE")]
+    NoGuest {
+        /// The parcel.
+        parcel: String,
+        /// The guest.
+        guest: String,
+    },
     /// No guest is named.
     #[error("the parcel {0} has no guests yet: add them first")]
     NoGuests(String),

@@ -5,9 +5,10 @@ use super::chunks::{self, Content, Read, ReadOrRecord, Reading};
 use super::copier::{Copier, Document, Sink as _};
 use super::document::{KnownDisk, KnownGuest, Next};
 use super::error::{JobError, io_at};
-use super::moment::{self, Moment};
+use super::moment::{self, Member, Moment};
 use super::setup::record_of;
-use crate::record::{CHUNK_BYTES, Record, Version, VersionDisk};
+use crate::header::Bytes16;
+use crate::record::{CHUNK_BYTES, MomentId, Record, Version, VersionDisk};
 use crate::tree::{Before, Tree};
 use longhaul_storage::disk::RawDisk;
 use longhaul_storage::front::tracking::{Checkpoint, CheckpointError};
@@ -20,6 +21,9 @@ use std::time::Instant;
 
 /// Moments that may be lost in one run. After that the guest is exported as it is.
 const MOMENTS: usize = 3;
+/// Versions that one run adds for guests whose last one is of no moment, or not of that of their
+/// group. The second one is for a run that goes on in the middle of the first.
+const CONSOLIDATIONS: usize = 2;
 
 /// Why a guest was not exported.
 enum Failure {
@@ -43,6 +47,7 @@ impl<D: Document> Copier<D> {
         now: u64,
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<(), JobError> {
+        let mut consolidations = 0;
         loop {
             while self.state.next.guest < self.state.guests.len() {
                 match self.keeps_version()? {
@@ -50,10 +55,11 @@ impl<D: Document> Copier<D> {
                     false => self.export(sink, now, progress)?,
                 }
             }
-            if self.state.consolidates || !self.consolidate()? {
+            if consolidations == CONSOLIDATIONS || !self.consolidate()? {
                 self.state.consolidates = false;
                 return Ok(());
             }
+            consolidations += 1;
         }
     }
 
@@ -107,18 +113,70 @@ impl<D: Document> Copier<D> {
         if self.state.is_first || !(0..guest.disks.len()).all(has_version) {
             return Ok(None);
         }
-        let Some(exports) = moment::exports(&*self.tracking, &guest)? else {
+        if let Some(moment) = self.moments.remove(&number) {
+            self.begin_again(number, &guest)?;
+            return Ok(Some(moment));
+        }
+        let mut numbers = Vec::new();
+        let mut members = Vec::new();
+        for number in self.waiting_members(number) {
+            let Some(member) = self.state.guests.get(number).cloned() else {
+                continue;
+            };
+            let has_version = |at| self.digests((number, at), self.state.version - 1).exists();
+            let exports = moment::exports(&*self.tracking, &member)?;
+            if let Some(exports) = exports
+                && (0..member.disks.len()).all(has_version)
+            {
+                numbers.push(number);
+                members.push((member, exports));
+            }
+        }
+        if numbers.first() != Some(&number) {
             return Ok(None);
+        }
+        let id = match members.len() {
+            1 => None,
+            _ => Some(MomentId(Bytes16::draw()?)),
         };
-        match Moment::of(&guest, exports) {
-            Ok(moment) => {
+        let members = members.into_iter();
+        let members = members.map(|(guest, exports)| Member::of(guest, exports));
+        let tracking = self.freezes.then_some(&*self.tracking);
+        let moments = members
+            .collect::<Result<_, _>>()
+            .and_then(|members| Moment::of((id, members), tracking, progress));
+        match moments {
+            Ok(moments) => {
+                self.moments = numbers.into_iter().zip(moments).collect();
                 self.begin_again(number, &guest)?;
-                Ok(Some(moment))
+                Ok(self.moments.remove(&number))
             }
             Err(error) => {
                 let (guest, why) = (&*guest.name, &*error.to_string());
                 progress(&Step::MomentLost { guest, why });
                 Ok(None)
+            }
+        }
+    }
+
+    /// Returns the guests that are to have the same moment as this one: it alone, or all of its
+    /// group if it is the first of them.
+    fn waiting_members(&self, number: usize) -> Vec<usize> {
+        let members = self.members(number);
+        match members.first() {
+            Some(first) if *first == number => members,
+            _ => vec![number],
+        }
+    }
+
+    /// Returns the guests of a guest's group.
+    fn members(&self, number: usize) -> Vec<usize> {
+        let group_of = |number: usize| self.state.guests.get(number)?.group.as_ref();
+        match group_of(number) {
+            None => vec![number],
+            group => {
+                let all = 0..self.state.guests.len();
+                all.filter(|other| group_of(*other) == group).collect()
             }
         }
     }
@@ -186,11 +244,15 @@ impl<D: Document> Copier<D> {
             version: self.state.version,
             time: now,
             consistent: moment.is_some(),
+            frozen: moment.as_ref().is_some_and(|moment| moment.frozen),
+            moment: moment.as_ref().and_then(|moment| moment.id),
             disks: trees,
         }))?;
         self.state.next = Next::begin(number + 1);
         if let Some(guest) = self.state.guests.get_mut(number) {
             guest.consistent = moment.is_some();
+            guest.frozen = moment.as_ref().is_some_and(|moment| moment.frozen);
+            guest.moment = moment.as_ref().and_then(|moment| moment.id);
             for known in &mut guest.disks {
                 known.version_bytes = known.bytes;
             }
@@ -303,17 +365,42 @@ impl<D: Document> Copier<D> {
         self.durable(sink)
     }
 
-    /// Returns whether the version of a guest is of no moment, although its writes are tracked.
-    fn lacks_moment(&self, guest: &KnownGuest) -> Result<bool, JobError> {
-        Ok(!guest.consistent && moment::exports(&*self.tracking, guest)?.is_some())
+    /// Returns whether the version of a guest is of no moment, or not of that of its group,
+    /// although all writes are tracked.
+    fn lacks_moment(&self, number: usize) -> Result<bool, JobError> {
+        let is_tracked = |guest: &KnownGuest| {
+            let exports = moment::exports(&*self.tracking, guest)?;
+            Ok::<_, JobError>(exports.is_some())
+        };
+        let Some(guest) = self.state.guests.get(number) else {
+            return Ok(false);
+        };
+        if !guest.consistent {
+            return is_tracked(guest);
+        }
+        let members = self.members(number);
+        let members: Vec<&KnownGuest> = members
+            .into_iter()
+            .filter_map(|it| self.state.guests.get(it))
+            .collect();
+        let has_its = |it: &&KnownGuest| it.moment.is_some() && it.moment == guest.moment;
+        if members.len() == 1 || members.iter().all(has_its) {
+            return Ok(false);
+        }
+        for member in members {
+            if !is_tracked(member)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Lets guests whose writes are tracked have another version, of one moment, if their last one
     /// has none. Returns whether there are any. The others keep their version.
     fn consolidate(&mut self) -> Result<bool, JobError> {
         let mut any = false;
-        for guest in &self.state.guests {
-            any |= self.lacks_moment(guest)?;
+        for number in 0..self.state.guests.len() {
+            any |= self.lacks_moment(number)?;
         }
         if any {
             self.state.version += 1;
@@ -328,12 +415,12 @@ impl<D: Document> Copier<D> {
     /// Returns whether the next guest keeps its version.
     fn keeps_version(&self) -> Result<bool, JobError> {
         let next = self.state.next;
-        let Some(guest) = self.state.guests.get(next.guest) else {
-            return Ok(false);
-        };
         // A version that was begun is completed: the parcel has a part of it.
         let is_begun = next != Next::begin(next.guest);
-        Ok(self.state.consolidates && !is_begun && !self.lacks_moment(guest)?)
+        let is_possible = self.state.consolidates && !is_begun;
+        Ok(is_possible
+            && !self.moments.contains_key(&next.guest)
+            && !self.lacks_moment(next.guest)?)
     }
 
     /// Keeps the version of a guest that lacks nothing, under the number of this one.

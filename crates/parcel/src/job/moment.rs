@@ -1,7 +1,9 @@
 //! The moment that a version of a guest's disks has: a checkpoint of the exports that track them.
 
+use super::Step;
 use super::document::{KnownDisk, KnownGuest};
 use super::error::{JobError, io_at};
+use crate::record::MomentId;
 use longhaul_storage::files::RealFiles;
 use longhaul_storage::front::FrontFolder;
 use longhaul_storage::front::tracking::{
@@ -13,6 +15,7 @@ use std::fmt::Debug;
 use std::fs::File;
 use std::io;
 use std::path::Path;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::Duration;
 
 /// How long a guest's writes may wait for a checkpoint.
@@ -23,13 +26,30 @@ const ATTEMPTS: usize = 3;
 const LOG_PART: u64 = 2;
 
 /// Finds the exports that track the writes to guests' disks.
-pub trait Tracking: Debug + Send {
+pub trait Tracking: Debug + Send + Sync {
     /// Returns the export that records the writes of a guest to an image now; `None` where there is
     /// none, or where it may not know all of them.
     ///
     /// # Errors
     /// When that cannot be found out.
     fn export_of(&self, guest: &str, image: &Path) -> io::Result<Option<FrontFolder>>;
+
+    /// Freezes the file systems of a guest that has an agent for it; `None` if it has none.
+    ///
+    /// # Errors
+    /// When they are not frozen, with the reason.
+    fn freeze(&self, _guest: &str) -> Result<Option<Box<dyn Frozen>>, String> {
+        Ok(None)
+    }
+}
+
+/// The frozen file systems of a guest. Dropped, they are thawed.
+pub trait Frozen: Debug + Send {
+    /// Thaws them.
+    ///
+    /// # Errors
+    /// When they were not frozen until now, or that is not known, with the reason.
+    fn thaw(self: Box<Self>) -> Result<(), String>;
 }
 
 /// No writes are tracked.
@@ -106,43 +126,89 @@ pub(super) struct Moment {
     pub(super) checkpoints: Vec<Checkpoint>,
     records: Vec<TrackingId>,
     exports: Vec<FrontFolder>,
+    /// Whether its file systems were frozen.
+    pub(super) frozen: bool,
+    /// Identifies it, if other guests have it too.
+    pub(super) id: Option<MomentId>,
+}
+
+/// A guest whose writes are to be held.
+pub(super) struct Member {
+    guest: KnownGuest,
+    exports: Vec<FrontFolder>,
+    records: Vec<TrackingId>,
+    /// By disk, the first round that its last version lacks.
+    from: Vec<Option<u64>>,
+}
+
+impl Member {
+    /// Prepares a guest whose disks these exports track.
+    pub(super) fn of(
+        guest: KnownGuest,
+        exports: Vec<FrontFolder>,
+    ) -> Result<Self, CheckpointError> {
+        let records = exports.iter().map(TrackingId::of);
+        let records: Vec<TrackingId> = records.collect::<Result<_, _>>()?;
+        let each = guest.disks.iter().zip(&records);
+        let from = each.map(|(known, record)| {
+            let since = known.since.as_ref();
+            Some(since.filter(|since| since.record == *record)?.from)
+        });
+        Ok(Self {
+            from: from.collect(),
+            guest,
+            exports,
+            records,
+        })
+    }
 }
 
 impl Moment {
-    /// Holds the writes to all disks of a guest, and lets them go on.
+    /// Holds the writes to all disks of some guests, and lets them go on. Returns their moments,
+    /// which are the same one.
     ///
     /// # Errors
     /// When a server does not answer, or writes are not complete in time, again and again.
     pub(super) fn of(
-        guest: &KnownGuest,
-        exports: Vec<FrontFolder>,
-    ) -> Result<Self, CheckpointError> {
-        let records: Vec<TrackingId> = exports
-            .iter()
-            .map(TrackingId::of)
-            .collect::<Result<_, _>>()?;
-        let mut from: Vec<Option<u64>> = guest
-            .disks
-            .iter()
-            .zip(&records)
-            .map(|(known, record)| {
-                let since = known.since.as_ref();
-                Some(since.filter(|since| since.record == *record)?.from)
-            })
-            .collect();
+        (id, mut members): (Option<MomentId>, Vec<Member>),
+        tracking: Option<&dyn Tracking>,
+        progress: &mut dyn FnMut(&Step<'_>),
+    ) -> Result<Vec<Self>, CheckpointError> {
+        let names: Vec<String> = members.iter().map(|it| it.guest.name.clone()).collect();
+        let mut not_frozen = |guest: usize, why: &str| {
+            let guest = names.get(guest).map_or("", String::as_str);
+            progress(&Step::NotFrozen { guest, why });
+        };
+        let mut frozen = Vec::new();
+        for (guest, outcome) in freeze_all(tracking, &names).into_iter().enumerate() {
+            frozen.push(outcome.unwrap_or_else(|why| {
+                not_frozen(guest, &why);
+                None
+            }));
+        }
         let mut attempt = 1;
-        let checkpoints = loop {
-            match checkpoints(&exports, &mut from) {
+        let held = loop {
+            match checkpoints(&mut members) {
                 Ok(checkpoints) => break checkpoints,
                 Err(error) if attempt == ATTEMPTS => return Err(error),
                 Err(_) => attempt += 1,
             }
         };
-        Ok(Self {
-            checkpoints,
-            records,
-            exports,
-        })
+        let thawed = thaw_all(frozen);
+        let all = members.into_iter().zip(held).zip(thawed).enumerate();
+        let moments = all.map(|(guest, ((member, checkpoints), thawed))| {
+            if let Some(Err(why)) = &thawed {
+                not_frozen(guest, why);
+            }
+            Self {
+                checkpoints,
+                records: member.records,
+                exports: member.exports,
+                frozen: matches!(thawed, Some(Ok(()))),
+                id,
+            }
+        });
+        Ok(moments.collect())
     }
 
     /// Notes that the version of this moment is durable. What was copied is durable in the images
@@ -174,29 +240,78 @@ impl Moment {
     }
 }
 
-/// Holds all disks, and commits them.
-fn checkpoints(
-    exports: &[FrontFolder],
-    from: &mut [Option<u64>],
-) -> Result<Vec<Checkpoint>, CheckpointError> {
-    let mut held = Vec::new();
-    for (export, from) in exports.iter().zip(from) {
-        let mut request = Request {
-            from: *from,
-            hold: HOLD,
-            log_bytes_max: log_bytes_max(export)?,
+/// Returns what a thread has returned; what it broke with breaks this one too.
+fn joined<T>(thread: ScopedJoinHandle<'_, T>) -> T {
+    thread
+        .join()
+        .unwrap_or_else(|broken| std::panic::resume_unwind(broken))
+}
+
+/// Freezes the file systems of guests, all at once.
+fn freeze_all(
+    tracking: Option<&dyn Tracking>,
+    guests: &[String],
+) -> Vec<Result<Option<Box<dyn Frozen>>, String>> {
+    let Some(tracking) = tracking else {
+        return guests.iter().map(|_| Ok(None)).collect();
+    };
+    thread::scope(|scope| {
+        let threads = guests.iter();
+        let threads: Vec<_> = threads
+            .map(|guest| scope.spawn(|| tracking.freeze(guest)))
+            .collect();
+        threads.into_iter().map(joined).collect()
+    })
+}
+
+/// Thaws them, all at once. Returns how that went where file systems were frozen.
+fn thaw_all(frozen: Vec<Option<Box<dyn Frozen>>>) -> Vec<Option<Result<(), String>>> {
+    thread::scope(|scope| {
+        let thaw = |frozen: Option<Box<dyn Frozen>>| {
+            let frozen = frozen?;
+            Some(scope.spawn(|| frozen.thaw()))
         };
-        let prepared = match Held::prepare(export, &request) {
-            // All of it is copied.
-            Err(CheckpointError::Forgotten) => {
-                (*from, request.from) = (None, None);
-                Held::prepare(export, &request)
-            }
-            prepared => prepared,
-        };
-        held.push(prepared?);
+        let threads: Vec<_> = frozen.into_iter().map(thaw).collect();
+        threads.into_iter().map(|it| it.map(joined)).collect()
+    })
+}
+
+/// Holds all disks of all guests, and commits them.
+fn checkpoints(members: &mut [Member]) -> Result<Vec<Vec<Checkpoint>>, CheckpointError> {
+    // What takes long is done for all of them at once, before the first one is held.
+    let held: Vec<Vec<Result<Held, CheckpointError>>> = thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for member in members {
+            let each = member.exports.iter().zip(&mut member.from);
+            let each = each.map(|(export, from)| scope.spawn(|| hold(export, from)));
+            threads.push(each.collect::<Vec<_>>());
+        }
+        let join = |threads: Vec<_>| threads.into_iter().map(joined).collect();
+        threads.into_iter().map(join).collect()
+    });
+    let held = held
+        .into_iter()
+        .map(|of_guest| of_guest.into_iter().collect());
+    let held: Vec<Vec<Held>> = held.collect::<Result<_, _>>()?;
+    let commit = |held: Vec<Held>| held.into_iter().map(Held::commit).collect();
+    held.into_iter().map(commit).collect()
+}
+
+/// Holds a disk.
+fn hold(export: &FrontFolder, from: &mut Option<u64>) -> Result<Held, CheckpointError> {
+    let mut request = Request {
+        from: *from,
+        hold: HOLD,
+        log_bytes_max: log_bytes_max(export)?,
+    };
+    match Held::prepare(export, &request) {
+        // All of it is copied.
+        Err(CheckpointError::Forgotten) => {
+            (*from, request.from) = (None, None);
+            Held::prepare(export, &request)
+        }
+        prepared => prepared,
     }
-    held.into_iter().map(Held::commit).collect()
 }
 
 /// Returns how long the log of an export may become: whatever it takes, its file system keeps room.

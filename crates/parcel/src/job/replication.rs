@@ -1,16 +1,16 @@
 //! The source of a replica: brings versions of a guest's disks to another host, again and again.
 
+use super::Step;
 use super::copier::{self, Copier, Document, Sink, parent_of};
 use super::document::{self, Copied, JobGuest, KnownGuest, Next};
 use super::error::{JobError, io_at};
-use super::moment::{Tracking, Untracked};
-use super::{DURABLE_EVERY, Step};
+use super::moment::Tracking;
+use crate::header::Bytes16;
 use crate::lock::FolderLock;
 use crate::record::Record;
 use crate::replica::ReplicaId;
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use longhaul_storage::files::{RealFiles, replace};
-use ring::rand::{SecureRandom as _, SystemRandom};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -154,25 +154,19 @@ impl Replication {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             created => created.map_err(io_at(folder))?,
         }
-        let mut id = [0; 16];
-        let drawn = SystemRandom::new().fill(&mut id);
-        drawn.map_err(|_| io_at(folder)(io::Error::other("the system has no random numbers")))?;
-        let copier = Copier {
-            folder: folder.to_path_buf(),
-            state: Copied {
-                guests: vec![KnownGuest::look(guest)?],
-                version: 1,
-                ..Copied::default()
-            },
-            document: ReplicationDocument {
-                id: ReplicaId(id),
-                to: schedule.to.clone(),
-                last: None,
-                confirmed: None,
-            },
-            durable_every: DURABLE_EVERY,
-            tracking: Box::new(Untracked),
+        let Bytes16(id) = Bytes16::draw()?;
+        let state = Copied {
+            guests: vec![KnownGuest::look(guest)?],
+            version: 1,
+            ..Copied::default()
         };
+        let document = ReplicationDocument {
+            id: ReplicaId(id),
+            to: schedule.to.clone(),
+            last: None,
+            confirmed: None,
+        };
+        let copier = Copier::new(folder, state, document);
         schedule.save(folder)?;
         copier.save()?;
         Ok(Self { copier, schedule })
@@ -186,13 +180,7 @@ impl Replication {
         let (state, document) = document::read::<ReplicationDocument>(folder)?;
         Ok(Self {
             schedule: Schedule::read(folder)?,
-            copier: Copier {
-                folder: folder.to_path_buf(),
-                state,
-                document,
-                durable_every: DURABLE_EVERY,
-                tracking: Box::new(Untracked),
-            },
+            copier: Copier::new(folder, state, document),
         })
     }
 

@@ -1,10 +1,9 @@
 //! What goes into a parcel, and onto which devices.
 
+use super::Job;
 use super::copier::{self, Copier, parent_of};
 use super::document::{self, Copied, JobDisk, JobGuest, KnownGuest, ParcelDocument};
 use super::error::{JobError, io_at};
-use super::moment::Untracked;
-use super::{DURABLE_EVERY, Job};
 use crate::cell::CELL_BYTES;
 use crate::device::Device;
 use crate::header::check_name;
@@ -50,13 +49,13 @@ impl Job {
         }
         let key = DataKey::draw()?;
         let job = Self {
-            copier: Copier {
-                folder: folder.to_path_buf(),
-                state: Copied {
+            copier: Copier::new(
+                folder,
+                Copied {
                     version: 1,
                     ..Copied::default()
                 },
-                document: ParcelDocument {
+                ParcelDocument {
                     name: settings.name.clone(),
                     to: settings.to.clone(),
                     key: key.text().to_string(),
@@ -72,9 +71,7 @@ impl Job {
                     shipped: None,
                     confirmed: None,
                 },
-                durable_every: DURABLE_EVERY,
-                tracking: Box::new(Untracked),
-            },
+            ),
             key,
         };
         job.copier.save()?;
@@ -120,6 +117,27 @@ impl Job {
         }
         for guest in guests {
             self.add_guest(guest)?;
+        }
+        self.copier.save()
+    }
+
+    /// Puts guests of the parcel into a group, whose guests have the same moment.
+    ///
+    /// # Errors
+    /// When one of them is not in the parcel, or the group cannot be called so.
+    pub fn group(&mut self, group: &str, guests: &[String]) -> Result<(), JobError> {
+        check_name(group).map_err(WriteError::from)?;
+        let _lock = self.lock()?;
+        self.is_here()?;
+        for name in guests {
+            let mut known = self.copier.state.guests.iter_mut();
+            let Some(guest) = known.find(|guest| guest.name == *name) else {
+                return Err(JobError::NoGuest {
+                    parcel: self.copier.document.name.clone(),
+                    guest: name.clone(),
+                });
+            };
+            guest.group = Some(group.to_owned());
         }
         self.copier.save()
     }

@@ -303,6 +303,8 @@ impl Records {
             version: 1,
             time: 1,
             consistent: false,
+            frozen: false,
+            moment: None,
             disks: vec![VersionDisk {
                 disk: 0,
                 digest: text(sum.as_ref()),

@@ -117,6 +117,8 @@ fn records(number: u64, from: Option<&Disks>, to: &Disks, dice: &mut Dice) -> Ve
         version: number,
         time: number,
         consistent: !number.is_multiple_of(4),
+        frozen: false,
+        moment: None,
         disks: disks.collect(),
     }));
     records

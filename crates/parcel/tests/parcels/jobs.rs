@@ -204,7 +204,7 @@ fn an_export_says_how_far_it_is() {
             Step::Exports { disk, done, all } if done == all => {
                 last.push(((*disk).to_owned(), *all))
             }
-            Step::Exports { .. } | Step::MomentLost { .. } => {}
+            Step::Exports { .. } | Step::MomentLost { .. } | Step::NotFrozen { .. } => {}
             Step::Seals { rows, all } => {
                 assert!(rows <= all);
                 sealed = all - rows;

@@ -1,7 +1,7 @@
 //! A guest whose writes are tracked, and that knows what its disks have been.
 
 use crate::stage::{Dice, Stage};
-use longhaul_parcel::{JobDisk, JobGuest, Tracking};
+use longhaul_parcel::{Frozen, JobDisk, JobGuest, Tracking};
 use longhaul_storage::disk::{Disk, ExportSize};
 use longhaul_storage::front::tracking::{begin, tracked_disk};
 use longhaul_storage::front::{FrontFolder, FrontSpec};
@@ -42,12 +42,50 @@ pub(crate) struct Machine {
 
 /// The exports that track its disks.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Exports(Arc<Mutex<BTreeMap<PathBuf, FrontFolder>>>);
+pub(crate) struct Exports {
+    fronts: Arc<Mutex<BTreeMap<PathBuf, FrontFolder>>>,
+    pub(crate) agent: Option<Agent>,
+}
+
+/// The agent in a guest that freezes its file systems.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Agent {
+    /// What it was asked.
+    pub(crate) asked: Arc<Mutex<Vec<String>>>,
+    pub(crate) refuses: bool,
+    /// It thaws by itself.
+    pub(crate) thaws: bool,
+}
+
+#[derive(Debug)]
+struct FrozenGuest(Agent, String);
 
 impl Tracking for Exports {
     fn export_of(&self, guest: &str, image: &Path) -> io::Result<Option<FrontFolder>> {
-        assert_eq!(guest, "web");
-        Ok(self.0.lock().unwrap().get(image).cloned())
+        assert!(["web", "db"].contains(&guest));
+        Ok(self.fronts.lock().unwrap().get(image).cloned())
+    }
+
+    fn freeze(&self, guest: &str) -> Result<Option<Box<dyn Frozen>>, String> {
+        let Some(agent) = &self.agent else {
+            return Ok(None);
+        };
+        agent.asked.lock().unwrap().push(format!("freeze {guest}"));
+        match agent.refuses {
+            true => Err("no".into()),
+            false => Ok(Some(Box::new(FrozenGuest(agent.clone(), guest.into())))),
+        }
+    }
+}
+
+impl Frozen for FrozenGuest {
+    fn thaw(self: Box<Self>) -> Result<(), String> {
+        let Self(agent, guest) = *self;
+        agent.asked.lock().unwrap().push(format!("thaw {guest}"));
+        match agent.thaws {
+            true => Err("it was thawed".into()),
+            false => Ok(()),
+        }
     }
 }
 
@@ -94,7 +132,8 @@ impl Machine {
             let front = FrontFolder::create(&path, &spec).unwrap();
             begin(&front, REGION_BYTES).unwrap();
             disks.push(tracked_disk(&front).unwrap());
-            self.fronts.0.lock().unwrap().insert(image.clone(), front);
+            let mut fronts = self.fronts.fronts.lock().unwrap();
+            fronts.insert(image.clone(), front);
         }
         self.disks = disks;
     }
@@ -102,7 +141,7 @@ impl Machine {
     /// It is shut down, and started again without being tracked.
     pub(crate) fn is_not_tracked(&mut self) {
         self.disks.clear();
-        self.fronts.0.lock().unwrap().clear();
+        self.fronts.fronts.lock().unwrap().clear();
     }
 
     /// Returns what an operation writes to a disk, with the offsets.
@@ -171,6 +210,18 @@ impl Machine {
             }
         }
         disks
+    }
+
+    /// Returns its disks as those of two guests.
+    pub(crate) fn two_guests(&self) -> Vec<JobGuest> {
+        let disks = self.guest().disks.into_iter();
+        disks
+            .zip(["web", "db"])
+            .map(|(disk, name)| JobGuest {
+                name: name.into(),
+                disks: vec![disk],
+            })
+            .collect()
     }
 
     pub(crate) fn guest(&self) -> JobGuest {

@@ -1,10 +1,11 @@
 //! Exports of disks whose writes are tracked: each version is a moment of a guest's disks, and
 //! lacks nothing, whatever is interrupted.
 
-use crate::machine::{Machine, Operation, is_a_moment};
+use crate::machine::{Agent, Machine, Operation, is_a_moment};
 use crate::stage::{Dice, Stage};
 use longhaul_parcel::{
-    Device, Disk as ParcelDisk, Guest, ImportedDisk, Job, Parcel, Settings, Step, import,
+    Device, Disk as ParcelDisk, Guest, ImportedDisk, Job, JobGuest, MomentOf, Parcel, Settings,
+    Step, import,
 };
 use longhaul_storage::disk::ExportSize;
 use std::fs::{self, OpenOptions};
@@ -16,7 +17,7 @@ use std::time::Duration;
 const MIB: u64 = 1 << 20;
 const DEVICES: usize = 3;
 
-fn create(stage: &Stage, machine: &Machine) -> PathBuf {
+fn create(stage: &Stage, guests: Vec<JobGuest>) -> PathBuf {
     let folder = stage.path().join("box");
     let settings = Settings {
         name: "box".into(),
@@ -26,7 +27,7 @@ fn create(stage: &Stage, machine: &Machine) -> PathBuf {
     };
     let devices: Vec<PathBuf> = (0..DEVICES).map(|device| stage.folder(device)).collect();
     let limit = Some(200 * MIB);
-    Job::create(&folder, &settings, (&devices, limit), vec![machine.guest()]).unwrap();
+    Job::create(&folder, &settings, (&devices, limit), guests).unwrap();
     folder
 }
 
@@ -87,45 +88,74 @@ fn export(folder: &Path, machine: &mut Machine, dice: &mut Dice) -> Job {
 #[test]
 fn versions_of_tracked_disks_are_moments_and_lack_nothing() {
     for seed in 0..4 {
-        let mut dice = Dice(seed);
-        let stage = Stage::new(DEVICES);
-        let mut machine = Machine::new(&stage, &mut dice);
-        let folder = create(&stage, &machine);
-        machine.is_tracked();
-        let mut last = 0;
-        let mut versions = Vec::new();
-        for _ in 0..3 {
-            let begun = machine.operations.len();
-            let job = export(&folder, &mut machine, &mut dice);
-            let (version, disks) = imported(&stage, &job, None, &mut dice);
-            let moment = is_a_moment(&machine, &disks);
-            versions.push((version, disks));
-            assert!(
-                moment >= begun && moment >= last,
-                "{seed}: {last} {begun} {moment}"
-            );
-            last = moment;
-            for _ in 0..dice.below(5) {
+        live(seed, false);
+    }
+}
+
+#[test]
+fn guests_of_a_group_have_the_same_moment() {
+    for seed in 0..4 {
+        live(seed, true);
+    }
+}
+
+/// The disks are those of one guest, or of the two of a group.
+fn live(seed: u64, is_group: bool) {
+    let mut dice = Dice(seed);
+    let stage = Stage::new(DEVICES);
+    let mut machine = Machine::new(&stage, &mut dice);
+    let guests = match is_group {
+        true => machine.two_guests(),
+        false => vec![machine.guest()],
+    };
+    let folder = create(&stage, guests);
+    if is_group {
+        let names = ["db".to_owned(), "web".to_owned()];
+        let mut job = Job::open(&folder).unwrap();
+        job.group("shop", &names).unwrap();
+        let error = job.group("shop", &["mail".to_owned()]).unwrap_err();
+        assert!(error.to_string().contains("no guest mail"), "{error}");
+        assert!(job.group("../shop", &names).is_err());
+    }
+    machine.is_tracked();
+    let mut last = 0;
+    let mut versions = Vec::new();
+    for _ in 0..3 {
+        let begun = machine.operations.len();
+        let job = export(&folder, &mut machine, &mut dice);
+        let (version, disks) = imported(&stage, &job, None, &mut dice);
+        let moment = is_a_moment(&machine, &disks);
+        let expected = MomentOf {
+            frozen: false,
+            group: is_group.then(|| "shop".to_owned()),
+        };
+        assert_eq!(job.moment_of("web"), Some(expected));
+        versions.push((version, disks));
+        assert!(
+            moment >= begun && moment >= last,
+            "{seed}: {last} {begun} {moment}"
+        );
+        last = moment;
+        for _ in 0..dice.below(5) {
+            machine.write(&mut dice);
+        }
+        match dice.below(4) {
+            // It is started again, and tracked later: nobody knows what it wrote meanwhile.
+            0 => {
+                machine.is_not_tracked();
                 machine.write(&mut dice);
+                machine.is_tracked();
             }
-            match dice.below(4) {
-                // It is started again, and tracked later: nobody knows what it wrote meanwhile.
-                0 => {
-                    machine.is_not_tracked();
-                    machine.write(&mut dice);
-                    machine.is_tracked();
-                }
-                1 => machine.is_tracked(),
-                _ => {}
-            }
-            Job::open(&folder).unwrap().top_up().unwrap();
+            1 => machine.is_tracked(),
+            _ => {}
         }
-        // Each of them can be had later, also while the next one is exported.
-        let job = Job::open(&folder).unwrap();
-        for (version, disks) in versions {
-            let (found, content) = imported(&stage, &job, Some(version), &mut dice);
-            assert!(found == version && content == disks, "{seed}: {version}");
-        }
+        Job::open(&folder).unwrap().top_up().unwrap();
+    }
+    // Each of them can be had later, also while the next one is exported.
+    let job = Job::open(&folder).unwrap();
+    for (version, disks) in versions {
+        let (found, content) = imported(&stage, &job, Some(version), &mut dice);
+        assert!(found == version && content == disks, "{seed}: {version}");
     }
 }
 
@@ -135,7 +165,7 @@ fn a_top_up_reads_only_what_may_have_changed() {
     let stage = Stage::new(DEVICES);
     let mut machine = Machine::new(&stage, &mut dice);
     machine.size = ExportSize::OfFile;
-    let folder = create(&stage, &machine);
+    let folder = create(&stage, vec![machine.guest()]);
     machine.is_tracked();
     machine.write(&mut dice);
     let job = Job::open(&folder).unwrap();
@@ -176,4 +206,61 @@ fn a_top_up_reads_only_what_may_have_changed() {
     let job = top_up(&machine);
     let (_, disks) = imported(&stage, &job, None, &mut dice);
     assert_eq!(disks[0][behind as usize..behind as usize + 8], [7; 8]);
+}
+
+#[test]
+fn file_systems_are_frozen_at_the_moment() {
+    let mut dice = Dice(2);
+    let stage = Stage::new(DEVICES);
+    let mut machine = Machine::new(&stage, &mut dice);
+    let folder = create(&stage, machine.two_guests());
+    let group = ["web", "db"].map(str::to_owned);
+    Job::open(&folder).unwrap().group("shop", &group).unwrap();
+    machine.is_tracked();
+    let good = Agent::default();
+    let refuses = Agent {
+        refuses: true,
+        ..Agent::default()
+    };
+    let thaws = Agent {
+        thaws: true,
+        ..Agent::default()
+    };
+    let agents = [(&good, true, 4), (&refuses, false, 2), (&thaws, false, 4)];
+    for (agent, expected, questions) in agents {
+        machine.fronts.agent = Some(agent.clone());
+        machine.write(&mut dice);
+        let job = Job::open(&folder).unwrap();
+        let mut job = job.with_tracking(machine.fronts.clone());
+        if job.is_sealed() {
+            job.top_up().unwrap();
+        }
+        let mut reasons = 0;
+        job.run(9, &mut |step| {
+            reasons += usize::from(matches!(step, Step::NotFrozen { .. }))
+        })
+        .unwrap();
+        for guest in &group {
+            let moment = job.moment_of(guest).unwrap();
+            assert_eq!(
+                (moment.frozen, moment.group),
+                (expected, Some("shop".into()))
+            );
+        }
+        assert_eq!(reasons, if expected { 0 } else { 2 });
+        let asked = agent.asked.lock().unwrap().clone();
+        assert_eq!(asked.len(), questions, "{asked:?}");
+        // Both are frozen before one is thawed.
+        assert!(
+            asked[..2].iter().all(|it| it.starts_with("freeze")),
+            "{asked:?}"
+        );
+    }
+    // It can be left.
+    let job = Job::open(&folder).unwrap().without_freezing();
+    let mut job = job.with_tracking(machine.fronts.clone());
+    job.top_up().unwrap();
+    job.run(9, &mut |_| ()).unwrap();
+    assert!(!job.moment_of("web").unwrap().frozen);
+    assert_eq!(thaws.asked.lock().unwrap().len(), 4);
 }

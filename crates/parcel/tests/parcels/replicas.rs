@@ -365,6 +365,8 @@ fn a_replica_refuses_what_does_not_fit() {
         version: 1,
         time: 2,
         consistent: true,
+        frozen: false,
+        moment: None,
         disks: [0, 1]
             .map(|disk| longhaul_parcel::VersionDisk {
                 disk,
@@ -398,6 +400,8 @@ fn a_disk_that_grows_without_its_last_chunk_is_refused() {
             version,
             time: 2,
             consistent: true,
+            frozen: false,
+            moment: None,
             disks: disks
                 .map(|(disk, digest)| longhaul_parcel::VersionDisk { disk, digest })
                 .collect(),

@@ -109,6 +109,8 @@ pub(crate) fn version(guest: u32, version: u64, disks: &[Content]) -> Record {
         version,
         time: 1_800_000_000,
         consistent: true,
+        frozen: false,
+        moment: None,
         disks: each
             .map(|(content, disk)| VersionDisk {
                 disk,
