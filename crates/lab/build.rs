@@ -1,5 +1,5 @@
-//! Builds the user space of the `tiny` guest as static programs: the arena, and the program that
-//! runs a history on the guest's disks.
+//! Builds the user space of the `tiny` guest as static programs: the arena, the program that runs a
+//! history on the guest's disks, and the one that writes files.
 //!
 //! They have no dependencies, so the compiler alone is sufficient: no second target must be
 //! installed and nothing is downloaded. `lab` embeds the programs (`src/guest/initramfs.rs`).
@@ -11,9 +11,11 @@ use std::process::{Command, exit};
 
 fn main() {
     println!("cargo::rerun-if-changed=arena/src");
+    println!("cargo::rerun-if-changed=files/src");
     println!("cargo::rerun-if-changed=history/src");
     let output = PathBuf::from(variable("OUT_DIR"));
     compile("arena", "arena/src/main.rs", &output.join("arena"), &[]);
+    compile("files", "files/src/main.rs", &output.join("files"), &[]);
     let library = output.join("liblonghaul_history.rlib");
     let kind = ["--crate-type".into(), "lib".into()];
     compile("longhaul_history", "history/src/lib.rs", &library, &kind);

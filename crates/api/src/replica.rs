@@ -14,6 +14,10 @@ pub struct ReplicateGuest {
     pub every_s: u64,
     /// Number of versions that are kept there: 1 to 1,000.
     pub keep: u32,
+    /// Whether the guest's file systems are not frozen at the moment of a version, also if its
+    /// agent could do that (default `false`).
+    #[serde(default)]
+    pub no_freeze: bool,
 }
 
 /// What a replication does.
@@ -39,6 +43,8 @@ pub struct ReplicaVersion {
     pub unix_ms: u64,
     /// Whether all disks are as they were at one moment. Only such a version can be failed over to.
     pub consistent: bool,
+    /// Whether the guest's agent had frozen its file systems at that moment.
+    pub frozen: bool,
 }
 
 /// The replication of a guest of this host.
@@ -52,6 +58,8 @@ pub struct Replication {
     pub every_s: u64,
     /// Number of versions that are kept there.
     pub keep: u32,
+    /// Whether the guest's file systems are not frozen, also if its agent could do that.
+    pub no_freeze: bool,
     /// What it does.
     pub state: ReplicationState,
     /// The last version of one moment that the other host has confirmed.
@@ -69,7 +77,7 @@ pub struct Replication {
     pub took_ms: Option<u64>,
     /// Disk that is read now, and its part that is done, from 0 to 100.
     pub reading: Option<(String, u8)>,
-    /// Reason why the last version failed, or was of no moment.
+    /// Reason why the last version failed, was of no moment, or its file systems were not frozen.
     pub trouble: Option<String>,
 }
 

@@ -38,6 +38,21 @@ pub fn kernel() -> Result<PathBuf, LabError> {
     })
 }
 
+/// Returns the program of QEMU's guest agent.
+///
+/// # Errors
+/// When it has not been installed.
+pub fn guest_agent() -> Result<PathBuf, LabError> {
+    let agent = folder().join("guest-agent/usr/sbin/qemu-ga");
+    match agent.is_file() {
+        true => Ok(agent),
+        false => Err(LabError::Missing {
+            what: format!("QEMU's guest agent ({})", agent.display()),
+            hint: HINT.to_owned(),
+        }),
+    }
+}
+
 /// Returns the program of a version of QEMU, or of a path given instead of one.
 ///
 /// # Errors

@@ -74,6 +74,7 @@ use longhaul_api::{
     Replication, Report, Resolve, Side, StartMigration, TrackedWrites,
 };
 use longhaul_hypervisor::capabilities::can_run;
+use longhaul_hypervisor::guest_agent;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::Verdict;
 use longhaul_protocol::{Generation, HostId, MigrationId, wire};
@@ -197,6 +198,12 @@ impl Manager {
                 )
             })?;
         residue::sweep(&context, residues);
+        let notes = disks::tracked_writes::frozen_notes(&context.parts.config.state);
+        tokio::spawn(async move {
+            if let Err(error) = guest_agent::freeze::thaw_noted(&notes).await {
+                tracing::error!(notes = %notes.display(), %error, "cannot be read");
+            }
+        });
         let replications = Replications::default();
         let taken_up = replications.take_up(&context);
         taken_up.map_err(|error| cannot("go on with the replications", &error))?;

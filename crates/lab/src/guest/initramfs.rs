@@ -2,7 +2,7 @@
 //! modules they need.
 
 use super::cpio::Archive;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
@@ -14,6 +14,10 @@ pub(super) const HISTORY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/hist
 pub const WORKLOADS: &str = "/workloads";
 /// The name of that program's workload.
 pub const HISTORY_NAME: &str = "history";
+/// The program that writes files beside QEMU's guest agent, as a workload.
+pub(super) const FILES: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/files"));
+/// The name of that program's workload.
+pub const FILES_NAME: &str = "files";
 
 /// The drivers of the guest's channel, disks, network and balloon, which reports unused pages.
 const NEEDED: [&str; 5] = [
@@ -46,8 +50,12 @@ pub enum InitramfsError {
 }
 
 /// Returns the archive for a kernel with modules under `modules`, such as `/lib/modules/6.1.0-1`,
-/// with these programs as workloads.
-pub fn build(modules: &Path, workloads: &[(&str, &[u8])]) -> Result<Vec<u8>, InitramfsError> {
+/// with these programs as workloads, and these files of the host.
+pub fn build(
+    modules: &Path,
+    workloads: &[(&str, &[u8])],
+    files: &[(PathBuf, PathBuf)],
+) -> Result<Vec<u8>, InitramfsError> {
     let mut available = BTreeMap::new();
     find_modules(&modules.join("kernel"), &mut available)?;
     let builtin = builtin(modules)?;
@@ -73,6 +81,18 @@ pub fn build(modules: &Path, workloads: &[(&str, &[u8])]) -> Result<Vec<u8>, Ini
         for (name, program) in workloads {
             archive.program(&format!("{folder}/{name}"), program);
         }
+    }
+    let mut folders = BTreeSet::new();
+    for (place, file) in files {
+        let place = place.strip_prefix("/").unwrap_or(place);
+        let mut above: Vec<&Path> = place.ancestors().skip(1).collect();
+        above.reverse();
+        for folder in above {
+            if !folder.as_os_str().is_empty() && folders.insert(folder) {
+                archive.folder(&folder.display().to_string());
+            }
+        }
+        archive.program(&place.display().to_string(), &read(file)?);
     }
     Ok(archive.finish())
 }
@@ -196,7 +216,7 @@ mod tests {
         let list =
             "kernel/drivers/char/virtio_console.ko\nkernel/drivers/virtio/virtio_balloon.ko\n";
         fs::write(folder.path().join("modules.builtin"), list).unwrap();
-        let archive = build(folder.path(), &[]).unwrap();
+        let archive = build(folder.path(), &[], &[]).unwrap();
         let at = |name: &str| {
             archive
                 .windows(name.len())
@@ -207,7 +227,7 @@ mod tests {
         assert!(at("modules/01-virtio-ring.ko") < at("modules/02-virtio_pci.ko"));
         assert!(at("modules/03-virtio_blk.ko") < at("init"));
         fs::write(folder.path().join("modules.builtin"), "").unwrap();
-        let error = build(folder.path(), &[]).unwrap_err().to_string();
+        let error = build(folder.path(), &[], &[]).unwrap_err().to_string();
         assert!(
             error.starts_with("virtio_console: the kernel has no such module"),
             "{error}"

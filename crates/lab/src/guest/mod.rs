@@ -7,9 +7,11 @@ pub mod network;
 
 use crate::error::{During, LabError};
 use crate::installed;
+use crate::process::run;
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// The name of the kernel that `tiny` guests boot, in each host's configuration.
@@ -159,7 +161,23 @@ impl KernelFiles {
     /// As there.
     pub fn make_with_history(folder: &Path) -> Result<Self, LabError> {
         let workloads = [(initramfs::HISTORY_NAME, initramfs::HISTORY)];
-        Self::write(folder, "tiny-history.initramfs", &workloads)
+        Self::write(folder, "tiny-history.initramfs", &workloads, &[])
+    }
+
+    /// As [`Self::make`], for guests that write files beside QEMU's guest agent.
+    ///
+    /// # Errors
+    /// As there, and when the agent is not there.
+    pub fn make_with_guest_agent(folder: &Path) -> Result<Self, LabError> {
+        let agent = installed::guest_agent()?;
+        let mut files = vec![(PathBuf::from("/usr/sbin/qemu-ga"), agent.clone())];
+        let libraries = run(Command::new("ldd").arg(&agent))?;
+        let libraries = libraries
+            .split_whitespace()
+            .filter(|it| it.starts_with('/'));
+        files.extend(libraries.map(|library| (library.into(), library.into())));
+        let workloads = [(initramfs::FILES_NAME, initramfs::FILES)];
+        Self::write(folder, "tiny-files.initramfs", &workloads, &files)
     }
 
     /// Builds the initial RAM file system for the kernel that `scripts/install lab` unpacked, in
@@ -168,19 +186,23 @@ impl KernelFiles {
     /// # Errors
     /// When the kernel is not there, or the folder cannot be written.
     pub fn make(folder: &Path) -> Result<Self, LabError> {
-        Self::write(folder, "tiny.initramfs", &[])
+        Self::write(folder, "tiny.initramfs", &[], &[])
     }
 
-    fn write(folder: &Path, name: &str, workloads: &[(&str, &[u8])]) -> Result<Self, LabError> {
+    fn write(
+        folder: &Path,
+        name: &str,
+        workloads: &[(&str, &[u8])],
+        files: &[(PathBuf, PathBuf)],
+    ) -> Result<Self, LabError> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let kernel_folder = installed::kernel()?;
-        let archive =
-            initramfs::build(&kernel_folder.join("modules"), workloads).map_err(|error| {
-                LabError::Missing {
-                    what: format!("a kernel for the guests ({error})"),
-                    hint: "sudo scripts/install lab".to_owned(),
-                }
-            })?;
+        let archive = initramfs::build(&kernel_folder.join("modules"), workloads, files).map_err(
+            |error| LabError::Missing {
+                what: format!("a kernel for the guests ({error})"),
+                hint: "sudo scripts/install lab".to_owned(),
+            },
+        )?;
         let initramfs = folder.join(name);
         // Two laboratories may write at the same time: each sees a complete file.
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);

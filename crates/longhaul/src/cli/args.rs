@@ -118,6 +118,14 @@ pub(crate) enum Command {
     /// A process of a disk export; agents start it
     #[command(hide = true)]
     DiskFront(DiskFrontArgs),
+    /// The process that freezes a guest's file systems, and thaws them
+    #[command(hide = true)]
+    FreezeGuard {
+        /// The port of the guest's agent
+        port: PathBuf,
+        /// A file that exists while they are frozen
+        note: PathBuf,
+    },
     /// The process that holds QEMU's socket while a guest's memory follows; agents start it
     #[command(hide = true)]
     PageServer {

@@ -34,6 +34,7 @@ use longhaul_api::{
     ApiError, AttachGuest, Client, ErrorCode, GuestState, JoinRealm, Limit, PlanRequest, Probe,
     StartGuest, StopGuest, Trust,
 };
+use longhaul_hypervisor::guest_agent;
 use longhaul_hypervisor::memory::page_server;
 use longhaul_protocol::units::show_bit_rate;
 use output::Output;
@@ -43,6 +44,7 @@ use serde_json::json;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::signal::unix::{SignalKind, signal};
 
 /// The maximum size of a guest's description that is sent to an agent, in bytes.
 const DESCRIPTION_BYTES_MAX: u64 = 128 << 10;
@@ -79,6 +81,20 @@ pub(crate) fn run() -> ExitCode {
     }
 }
 
+/// Freezes the file systems of a guest, until whoever asked for it says so or has ended. Signals
+/// that end other programs do not end this one: it ends by itself, soon.
+async fn guard_frozen(port: &Path, note: &Path) -> std::io::Result<()> {
+    let kinds = [
+        SignalKind::terminate(),
+        SignalKind::interrupt(),
+        SignalKind::hangup(),
+    ];
+    let _ignored = kinds.map(signal);
+    let (asks, says) = (tokio::io::stdin(), tokio::io::stdout());
+    guest_agent::freeze::guard(port, note, asks, says).await;
+    Ok(())
+}
+
 fn runtime(serves: bool) -> std::io::Result<tokio::runtime::Runtime> {
     let mut builder = if serves {
         tokio::runtime::Builder::new_multi_thread()
@@ -109,6 +125,10 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
         Command::Parcel(args) => return parcel::run(output, &client()?, args).await,
         // Handled before the runtime is created.
         Command::DiskFront(_) | Command::PageServer { .. } => {}
+        Command::FreezeGuard { port, note } => {
+            log_to_stderr();
+            guard_frozen(&port, &note).await?;
+        }
         Command::Realm(args) => return realm::realm(output, args).await,
         Command::Network(args) => return realm::network(output, args),
         Command::Rendezvous(args) => {

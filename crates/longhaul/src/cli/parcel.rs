@@ -71,7 +71,12 @@ pub(crate) struct ExportedGuest {
     pub(crate) name: String,
     /// Whether its disks are as they were at one moment.
     pub(crate) consistent: bool,
-    /// Why they are not.
+    /// Whether its agent had frozen its file systems at that moment.
+    pub(crate) frozen: bool,
+    /// The group whose guests have the same moment.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) group: Option<String>,
+    /// Why they are not, or what the moment lacks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) why: Option<String>,
 }
@@ -112,9 +117,15 @@ pub(crate) async fn run(
     let config = || Config::read(args.config.as_deref());
     match args.command {
         ParcelCommand::Create(args) => source::create(output, &config()?, args),
-        ParcelCommand::Add { name, guests } => source::add(output, &config()?, &name, &guests),
+        ParcelCommand::Add {
+            name,
+            guests,
+            group,
+        } => source::add(output, &config()?, &name, (&guests, group.as_deref())),
         ParcelCommand::Export(args) => source::export(output, client, &config()?, &args).await,
-        ParcelCommand::TopUp { name } => source::top_up(output, client, &config()?, &name).await,
+        ParcelCommand::TopUp { name, no_freeze } => {
+            source::top_up(output, client, &config()?, (&name, no_freeze)).await
+        }
         ParcelCommand::Ship(args) => source::ship(output, &config()?, args),
         ParcelCommand::Status { name: Some(name) } => source::status(output, &config()?, &name),
         ParcelCommand::Status { name: None } => source::list(output, &config()?),

@@ -72,6 +72,7 @@ pub(crate) async fn replicate(
         to,
         every_s: args.every.as_secs(),
         keep: args.keep,
+        no_freeze: args.no_freeze,
     };
     let replication = client.replicate(&guest, &how).await?;
     show(output, &replication, || shown::begun(&replication))?;

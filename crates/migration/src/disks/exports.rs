@@ -114,6 +114,9 @@ pub(crate) struct Tracks {
     /// Whether that QEMU has ended, and with it the export's processes.
     #[serde(default)]
     pub(super) ended: bool,
+    /// The host's end of the port of the guest's agent, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) agent_port: Option<PathBuf>,
 }
 
 /// Returns the size that QEMU sees of an image, and the locks that QEMU would take on it.

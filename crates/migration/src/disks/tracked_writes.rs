@@ -7,8 +7,10 @@
 
 use crate::context::Context;
 use crate::disks::export_notes::FrontError;
+use crate::disks::export_process::own_program;
 use crate::disks::exports::{self, Noted, Tracks};
 use crate::status::registry::Taken;
+use longhaul_hypervisor::guest_agent::freeze::Frozen;
 use longhaul_hypervisor::process::{Process, ProcessId};
 use longhaul_parcel::Tracking;
 use longhaul_storage::front::FrontFolder;
@@ -16,6 +18,7 @@ use longhaul_storage::front::tracking::Changed;
 use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 
 /// The recorded writes to one disk.
@@ -74,6 +77,38 @@ impl Tracking for TrackedExports {
         }
         Ok(None)
     }
+
+    fn freeze(&self, guest: &str) -> Result<Option<Box<dyn longhaul_parcel::Frozen>>, String> {
+        let text = |error: io::Error| error.to_string();
+        let ports = exports_of(&self.state, guest).map_err(text)?;
+        let mut ports = ports
+            .into_iter()
+            .filter_map(|noted| noted.note.tracks?.agent_port);
+        let Some(port) = ports.next() else {
+            return Ok(None);
+        };
+        let mut guard = Command::new(own_program().map_err(text)?);
+        guard.arg("freeze-guard").arg(&port);
+        guard.arg(frozen_notes(&self.state).join(guest));
+        match Frozen::begin(guard, &port) {
+            Ok(frozen) => Ok(Some(Box::new(FrozenGuest(frozen)))),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+/// Returns the folder of the notes of guests whose file systems are frozen.
+pub(crate) fn frozen_notes(state: &Path) -> PathBuf {
+    state.join("frozen")
+}
+
+#[derive(Debug)]
+struct FrozenGuest(Frozen);
+
+impl longhaul_parcel::Frozen for FrozenGuest {
+    fn thaw(self: Box<Self>) -> Result<(), String> {
+        self.0.thaw().map(drop).map_err(|error| error.to_string())
+    }
 }
 
 impl TrackedExports {
@@ -112,11 +147,13 @@ impl Noted {
         &mut self,
         qemu: &ProcessId,
         since_unix_ms: u64,
+        agent_port: Option<&Path>,
     ) -> Result<(), FrontError> {
         self.note.tracks = Some(Tracks {
             qemu: qemu.clone(),
             since_unix_ms,
             ended: false,
+            agent_port: agent_port.map(Path::to_owned),
         });
         self.write().map_err(|error| self.error(&error))
     }
@@ -218,7 +255,7 @@ mod tests {
         std::fs::create_dir_all(noted.path().join("own")).unwrap();
         tracking::begin(&noted.folder(), 1 << 20).unwrap();
         assert!(exports_of(state, "web-7").unwrap().is_empty());
-        noted.begin_tracking(qemu, 7).unwrap();
+        noted.begin_tracking(qemu, 7, None).unwrap();
         noted
     }
 

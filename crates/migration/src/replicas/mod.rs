@@ -149,6 +149,7 @@ fn shown_version(version: &ReplicaVersion) -> longhaul_api::ReplicaVersion {
         version: version.version,
         unix_ms: version.time * 1000,
         consistent: version.consistent,
+        frozen: version.frozen,
     }
 }
 

@@ -60,6 +60,8 @@ struct Status {
     state: Option<ReplicationState>,
     reading: Option<(String, u8)>,
     trouble: Option<String>,
+    /// Why the file systems of the version that is under way were not frozen.
+    not_frozen: Option<String>,
     sent_bytes: u64,
     took_ms: Option<u64>,
     longest_behind_s: Option<u64>,
@@ -146,6 +148,7 @@ impl Replications {
             to: how.to,
             every_s: how.every_s,
             keep: how.keep,
+            no_freeze: how.no_freeze,
         };
         let path = folder(state, guest);
         let known = block_in_place(|| Replication::open(&path)).ok();
@@ -229,7 +232,12 @@ fn shown(
     source: &Replication,
     status: &Status,
 ) -> longhaul_api::Replication {
-    let Schedule { to, every_s, keep } = source.schedule().clone();
+    let Schedule {
+        to,
+        every_s,
+        keep,
+        no_freeze,
+    } = source.schedule().clone();
     let last = source.last();
     let behind_s = last.map(|last| now_s().saturating_sub(last.time));
     longhaul_api::Replication {
@@ -237,11 +245,13 @@ fn shown(
         to,
         every_s,
         keep,
+        no_freeze,
         state: status.state.unwrap_or(ReplicationState::Waiting),
         last: last.map(|last| ReplicaVersion {
             version: last.version,
             unix_ms: last.time * 1000,
             consistent: last.consistent,
+            frozen: last.frozen,
         }),
         behind_s,
         longest_behind_s: status.longest_behind_s.max(behind_s),
@@ -420,11 +430,12 @@ impl Status {
     /// Notes how a version has ended. Returns whether the next one is due at its time.
     fn end(&mut self, guest: &str, brought: Result<Replicated, NotBrought>) -> bool {
         self.reading = None;
+        let not_frozen = self.not_frozen.take();
         match brought {
             Ok(replicated) => {
                 tracing::info!(guest, ?replicated, sent = self.sent_bytes, "replicated");
                 if replicated.consistent {
-                    self.trouble = None;
+                    self.trouble = not_frozen;
                 }
                 // It cannot be failed over to otherwise: the next one may be.
                 self.state = Some(match replicated.consistent {
@@ -485,6 +496,9 @@ async fn bring(
                 }
                 Step::MomentLost { why, .. } => {
                     seen.trouble = Some(format!("its disks were not held at one moment: {why}"));
+                }
+                Step::NotFrozen { why, .. } => {
+                    seen.not_frozen = Some(format!("its file systems were not frozen: {why}"));
                 }
                 Step::Seals { .. } => {}
             }

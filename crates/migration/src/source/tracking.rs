@@ -10,6 +10,7 @@ use crate::source::local_disks::{self, Known, LocalDisk};
 use crate::status::failure;
 use longhaul_api::{ApiError, Check, DiskChoice, ErrorCode, Tracking};
 use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::guest_agent;
 use longhaul_hypervisor::process::ProcessId;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_storage::front::tracking;
@@ -120,7 +121,8 @@ async fn put_in(
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let now = now.map_or(0, |now| u64::try_from(now.as_millis()).unwrap_or(u64::MAX));
     let mut noted = all_noted.iter_mut();
-    noted.try_for_each(|noted| noted.begin_tracking(process, now))
+    let port = guest.channel(guest_agent::PORT);
+    noted.try_for_each(|noted| noted.begin_tracking(process, now, port))
 }
 
 /// Returns the recorded writes of a guest.

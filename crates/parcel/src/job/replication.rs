@@ -110,6 +110,9 @@ pub struct Schedule {
     pub every_s: u64,
     /// How many versions are kept, at least one.
     pub keep: u32,
+    /// Whether the guest's file systems are not frozen, also if its agent could do that.
+    #[serde(default)]
+    pub no_freeze: bool,
 }
 
 impl Schedule {
@@ -140,6 +143,9 @@ pub struct Replicated {
     pub time: u64,
     /// Whether all disks are as they were at one moment.
     pub consistent: bool,
+    /// Whether the guest's agent had frozen its file systems at that moment.
+    #[serde(default)]
+    pub frozen: bool,
 }
 
 impl Replication {
@@ -274,13 +280,15 @@ impl Replication {
         self.copier.state.version = base + 1;
         self.copier.state.next = Next::default();
         self.copier.state.consolidates = false;
+        self.copier.freezes = !self.schedule.no_freeze;
         self.copier.save()?;
         self.copier.export_all(link, now, progress)?;
-        let mut guests = self.copier.state.guests.iter();
+        let guests = &self.copier.state.guests;
         let replicated = Replicated {
             version: self.copier.state.version,
             time: now,
-            consistent: guests.all(|guest| guest.consistent),
+            consistent: guests.iter().all(|guest| guest.consistent),
+            frozen: guests.iter().all(|guest| guest.frozen),
         };
         self.copier.document.confirmed = Some(replicated.version);
         if replicated.consistent {

@@ -70,6 +70,9 @@ pub struct ReplicaVersion {
     pub time: u64,
     /// Whether all disks are as they were at one moment.
     pub consistent: bool,
+    /// Whether the guest's agent had frozen its file systems at that moment.
+    #[serde(default)]
+    pub frozen: bool,
     /// Its disks, in the order of the replica's.
     pub disks: Vec<ReplicaVersionDisk>,
 }
@@ -81,6 +84,7 @@ impl ReplicaVersion {
             version: version.version,
             time: version.time,
             consistent: version.consistent,
+            frozen: version.frozen,
             disks: disks
                 .map(|(disk, bytes)| ReplicaVersionDisk {
                     bytes: *bytes,

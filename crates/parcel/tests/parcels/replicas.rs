@@ -211,6 +211,7 @@ fn schedule() -> Schedule {
         to: "paris".into(),
         every_s: 600,
         keep: KEEP as u32,
+        no_freeze: false,
     }
 }
 

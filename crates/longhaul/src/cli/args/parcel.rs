@@ -135,6 +135,9 @@ pub(crate) struct ExportArgs {
     /// How much to use of each device [default: all that is free]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, requires = "devices")]
     pub(crate) limit: Option<u64>,
+    /// Do not freeze guests' file systems, also if their agents could do that
+    #[arg(long)]
+    pub(crate) no_freeze: bool,
     /// With --to: guests, and the names of their images in the configuration
     #[arg(value_name = "GUEST=IMAGE,...", requires_all = ["to", "devices"])]
     pub(crate) guests: Vec<ParcelGuest>,
@@ -230,6 +233,9 @@ pub(crate) enum ParcelCommand {
         /// Guests, and the names of their images in the configuration
         #[arg(required = true, value_name = "GUEST=IMAGE,...")]
         guests: Vec<ParcelGuest>,
+        /// Put them into a group: its guests have the same moment, if all of them run here
+        #[arg(long, value_name = "NAME")]
+        group: Option<String>,
     },
     /// Write guests' disks to devices, read everything back, and seal the parcel; an export that
     /// was interrupted goes on. The guests may go on running
@@ -238,6 +244,9 @@ pub(crate) enum ParcelCommand {
     TopUp {
         /// The parcel's name
         name: String,
+        /// Do not freeze guests' file systems, also if their agents could do that
+        #[arg(long)]
+        no_freeze: bool,
     },
     /// Note who carries the devices of a sealed parcel, or take the note back
     Ship(ShipArgs),

@@ -23,6 +23,9 @@ pub(crate) struct ReplicateArgs {
         value_parser = clap::value_parser!(u32).range(1..=1000)
     )]
     pub(crate) keep: u32,
+    /// Do not freeze the guest's file systems, also if its agent could do that
+    #[arg(long)]
+    pub(crate) no_freeze: bool,
     /// End the replication; the other host keeps what it has
     #[arg(long, requires = "guest", conflicts_with = "to")]
     pub(crate) stop: bool,

@@ -142,10 +142,14 @@ pub(super) fn add(
     output: &Output,
     config: &Config,
     name: &str,
-    guests: &[ParcelGuest],
+    (guests, group): (&[ParcelGuest], Option<&str>),
 ) -> Result<u8, CliError> {
     let mut job = open(config, name)?;
     job.add(guests_of(config, guests)?)?;
+    if let Some(group) = group {
+        let names: Vec<String> = guests.iter().map(|guest| guest.name.clone()).collect();
+        job.group(group, &names)?;
+    }
     show_status(output, &job)
 }
 
@@ -176,7 +180,7 @@ pub(super) async fn export(
             Job::create(&folder, &settings, (&devices, args.limit), guests)?
         }
     };
-    finish(output, client, config, job).await
+    finish(output, client, config, (job, args.no_freeze)).await
 }
 
 /// Tops a parcel up, or goes on with a top-up.
@@ -184,13 +188,13 @@ pub(super) async fn top_up(
     output: &Output,
     client: &Client,
     config: &Config,
-    name: &str,
+    (name, no_freeze): (&str, bool),
 ) -> Result<u8, CliError> {
     let mut job = open(config, name)?;
     if !job.tops_up() {
         job.top_up()?;
     }
-    finish(output, client, config, job).await
+    finish(output, client, config, (job, no_freeze)).await
 }
 
 /// Notes a journey, or takes the note back.
@@ -342,7 +346,7 @@ async fn finish(
     output: &Output,
     client: &Client,
     config: &Config,
-    job: Job,
+    (job, no_freeze): (Job, bool),
 ) -> Result<u8, CliError> {
     let exports = exports(config);
     let mut reasons = match job.is_sealed() {
@@ -350,22 +354,35 @@ async fn finish(
         true => BTreeMap::new(),
         false => tracking::begin(&exports, client, &job.guests()).await?,
     };
-    let mut job = job.with_tracking(exports);
+    let mut job = match no_freeze {
+        true => job.without_freezing().with_tracking(exports),
+        false => job.with_tracking(exports),
+    };
     let picture = Picture::new(output);
     let parcel = job.run(now_s(), &mut |step| {
-        if let Step::MomentLost { guest, why } = step {
-            reasons.insert((*guest).to_owned(), (*why).to_owned());
+        match step {
+            Step::MomentLost { guest, why } => {
+                reasons.insert((*guest).to_owned(), (*why).to_owned());
+            }
+            Step::NotFrozen { guest, why } => {
+                let why = format!("its file systems were not frozen: {why}");
+                reasons.insert((*guest).to_owned(), why);
+            }
+            Step::Exports { .. } | Step::Seals { .. } => {}
         }
         picture.draw(|width| shown::exporting(step, width));
     })?;
     picture.clear();
     let header = parcel.header();
     let guests = job.guests().into_iter().map(|guest| {
-        let consistent = job.is_of_one_moment(&guest.name);
+        let moment = job.moment_of(&guest.name);
+        let frozen = moment.as_ref().is_some_and(|moment| moment.frozen);
         ExportedGuest {
-            why: reasons.remove(&guest.name).filter(|_| !consistent),
+            why: reasons.remove(&guest.name).filter(|_| !frozen),
             name: guest.name,
-            consistent,
+            consistent: moment.is_some(),
+            frozen,
+            group: moment.and_then(|moment| moment.group),
         }
     });
     let document = ExportDocument {

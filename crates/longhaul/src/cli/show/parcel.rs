@@ -27,6 +27,7 @@ pub(crate) fn exporting(step: &Step<'_>, width: usize) -> Line {
     match *step {
         // It is said at the end.
         Step::MomentLost { guest, .. } => Line::text(format!("{guest}: another moment")),
+        Step::NotFrozen { guest, .. } => Line::text(format!("{guest}: not frozen")),
         Step::Exports { disk, done, all } => under_way(
             format!("exporting {disk}"),
             done,
@@ -66,7 +67,20 @@ pub(crate) fn exported(document: &ExportDocument) -> Vec<Line> {
 fn exported_guest(guest: &ExportedGuest) -> Line {
     let line = Line::text(format!("  {}", guest.name));
     match (guest.consistent, &guest.why) {
-        (true, _) => line.plain(": its disks are as they were at one moment"),
+        (true, why) => {
+            let mut text = ": its disks are as they were at one moment".to_owned();
+            if let Some(group) = &guest.group {
+                text.push_str(&format!(", that of group {group}"));
+            }
+            if guest.frozen {
+                text.push_str("; its file systems were frozen");
+            }
+            let line = line.plain(text);
+            match why {
+                Some(why) => line.tone(Tone::Warn, format!(" ({why})")),
+                None => line,
+            }
+        }
         (false, None) => line.plain(": each part of its disks is as it was when it was read"),
         (false, Some(why)) => line.tone(
             Tone::Warn,

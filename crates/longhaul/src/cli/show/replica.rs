@@ -128,6 +128,7 @@ pub(crate) fn replicas(all: &[Replica], now_unix_ms: u64) -> Vec<Line> {
         lines.extend(versions.map(|version| {
             let line = Line::text(format!("  version {}", moment(version, now_unix_ms)));
             match version.consistent {
+                true if version.frozen => line.plain("   file systems frozen"),
                 true => line,
                 false => line.tone(Tone::Warn, "; its disks are of different moments"),
             }
@@ -251,6 +252,7 @@ mod tests {
             version,
             unix_ms: NOW - seconds_ago * 1000,
             consistent,
+            frozen: version == 7,
         }
     }
 
@@ -287,6 +289,8 @@ mod tests {
             said.contains("version 8   2027-01-15 07:55:00.000 UTC   5 min ago; its"),
             "{said}"
         );
+        let frozen = said.matches("ago   file systems frozen").count();
+        assert_eq!(frozen, 1, "{said}");
         assert!(
             !said.contains("ago ago") && !said.contains("UTC UTC"),
             "{said}"
