@@ -6,7 +6,7 @@
 //! brings exactly what the parcel had, or refuses it.
 
 use longhaul_parcel::{
-    BODY_BYTES, CHUNK_BYTES, DataKey, Device, PLAIN_BYTES, Parcel, Record, import,
+    BODY_BYTES, CHUNK_BYTES, DataKey, Device, Imported, PLAIN_BYTES, Parcel, Record, import,
 };
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use ring::digest::{SHA256, digest};
@@ -494,7 +494,7 @@ pub(crate) fn run(data: &[u8]) -> Done {
     fs::create_dir_all(&out).expect("a folder");
     let imported = import(&parcel, &key, None, &mut |_, disk| Ok(out.join(&disk.name)));
     match imported {
-        Ok((disks, _)) => {
+        Ok(Imported { disks, .. }) => {
             assert!(verified.lost == 0 && read.is_ok());
             done.imported = true;
             for disk in &disks {

@@ -350,10 +350,10 @@ fn is_imported(export: &Export, job: &Job) -> bool {
         number += 1;
         Ok(out.join(format!("{}.{number}", disk.name)))
     });
-    let Ok((disks, _)) = imported else {
+    let Ok(imported) = imported else {
         return false;
     };
-    for disk in disks {
+    for disk in imported.disks {
         let found = fs::read(&disk.path).expect("it was imported");
         let once = &export.disks[&disk.disk];
         for (at, chunk) in found.chunks(CHUNK_BYTES).enumerate() {

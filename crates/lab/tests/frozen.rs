@@ -144,6 +144,9 @@ impl Stage {
         let [key, folder, device] =
             [&key, &into, &self.folder(0).join("usb")].map(|it| it.display().to_string());
         let imported = self.parcel(&["import", "--key-file", &key, "--into", &folder, &device]);
+        let described = imported["guests"][0]["description"].as_str().unwrap();
+        let described: toml::Table = fs::read_to_string(described).unwrap().parse().unwrap();
+        assert_eq!(described["disks"][0]["image"].as_str(), Some("disk0"));
         let image = imported["disks"][0]["path"].as_str().unwrap().to_owned();
         let needs = Self::needs_recovery(Path::new(&image));
         fs::remove_dir_all(&into).unwrap();

@@ -2,11 +2,12 @@
 
 use crate::key::DataKey;
 use crate::reader::{Parcel, ReadError, Report};
-use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, Version};
+use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, MomentId, Record, Version};
 use crate::room::{Places, Room};
 use crate::tree::{Tree, text};
 use longhaul_storage::files::{OpenFile, RealFiles};
 use ring::digest::{Context, SHA256};
+use serde_json::Value;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -88,6 +89,34 @@ pub struct ImportedDisk {
     pub time: u64,
 }
 
+/// A guest whose disks were imported.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ImportedGuest {
+    /// Its name.
+    pub guest: String,
+    /// What a destination needs to start it; null if the source did not know it.
+    pub description: Value,
+    /// The number of the version.
+    pub version: u64,
+    /// Whether all disks are as they were at one moment.
+    pub consistent: bool,
+    /// Whether the guest's agent had frozen its file systems at that moment.
+    pub frozen: bool,
+    /// The moment, if other guests have it too.
+    pub moment: Option<MomentId>,
+}
+
+/// What was imported.
+#[derive(Debug)]
+pub struct Imported {
+    /// The disks, in the order of their guests.
+    pub disks: Vec<ImportedDisk>,
+    /// The guests.
+    pub guests: Vec<ImportedGuest>,
+    /// What was read of the devices.
+    pub report: Report,
+}
+
 /// A disk while it is written.
 struct Target {
     part: PathBuf,
@@ -153,7 +182,7 @@ pub fn import(
     key: &DataKey,
     up_to: Option<u64>,
     place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
-) -> Result<(Vec<ImportedDisk>, Report), ImportError> {
+) -> Result<Imported, ImportError> {
     import_to(&RealFiles, parcel, (key, up_to), place)
 }
 
@@ -163,7 +192,7 @@ pub(crate) fn import_to(
     parcel: &Parcel,
     (key, up_to): (&DataKey, Option<u64>),
     place: &mut dyn FnMut(&Guest, &Disk) -> Result<PathBuf, ImportError>,
-) -> Result<(Vec<ImportedDisk>, Report), ImportError> {
+) -> Result<Imported, ImportError> {
     let mut to = To {
         places,
         place,
@@ -174,7 +203,11 @@ pub(crate) fn import_to(
     let mut guests: BTreeMap<u32, Arriving> = BTreeMap::new();
     let outcome = read_into(parcel, key, &mut to, &mut guests);
     let finished = outcome.and_then(|report| match (finish(places, &guests)?, to.later) {
-        (imported, _) if !imported.is_empty() => Ok((imported, report)),
+        (disks, _) if !disks.is_empty() => Ok(Imported {
+            disks,
+            guests: guests.values().filter_map(Arriving::imported).collect(),
+            report,
+        }),
         (_, Some(first)) => Err(ImportError::Later(first)),
         (_, None) => Err(ImportError::Nothing),
     });
@@ -332,6 +365,18 @@ fn reaches(ends: &Ends, guest: u32, number: u64) -> bool {
 }
 
 impl Arriving {
+    fn imported(&self) -> Option<ImportedGuest> {
+        let (version, _) = self.version.as_ref()?;
+        Some(ImportedGuest {
+            guest: self.guest.name.clone(),
+            description: self.guest.description.clone(),
+            version: version.version,
+            consistent: version.consistent,
+            frozen: version.frozen,
+            moment: version.moment,
+        })
+    }
+
     /// Removes the files of disks that the guest did not have yet.
     fn forget_later_disks(&mut self, to: &mut To<'_>) -> Result<(), ImportError> {
         let Some((version, _)) = &self.version else {

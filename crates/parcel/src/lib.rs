@@ -37,7 +37,7 @@ pub use cell::{BODY_BYTES, CELL_BYTES, Cell, Kind, Name};
 pub use date::{Date, ParseDateError};
 pub use device::{Device, DeviceError};
 pub use header::{Earlier, GENERATIONS_MAX, Header, HeaderError, ParcelId, Proof};
-pub use import::{ImportError, ImportedDisk, import};
+pub use import::{ImportError, Imported, ImportedDisk, ImportedGuest, import};
 pub use job::{
     Attachment, Checked, CheckedDisk, Confirmation, DeviceStatus, DiskStatus, Frozen, GuestStatus,
     Job, JobDisk, JobError, JobGuest, MomentOf, Newest, Reading, ReplicaLink, Replicated,

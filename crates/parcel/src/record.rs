@@ -5,6 +5,7 @@ use crate::header::Bytes16;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::fmt;
 use std::io;
 use zstd::bulk::Compressor;
 use zstd::zstd_safe::compress_bound;
@@ -78,6 +79,12 @@ pub struct Guest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct MomentId(pub(crate) Bytes16);
+
+impl fmt::Display for MomentId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
 
 /// A disk as a version has it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -96,12 +96,33 @@ pub(crate) struct ImportedDocument {
     pub(crate) exported: u64,
 }
 
+/// A guest that was imported.
+#[derive(Debug, Serialize)]
+pub(crate) struct ImportedGuestDocument {
+    pub(crate) guest: String,
+    /// The number of the version.
+    pub(crate) version: u64,
+    /// Whether all disks are as they were at one moment.
+    pub(crate) consistent: bool,
+    /// Whether the guest's agent had frozen its file systems at that moment.
+    pub(crate) frozen: bool,
+    /// The moment, which is the same for guests of a group.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) moment: Option<String>,
+    /// Its description, as `guests start` takes it.
+    pub(crate) description: Option<PathBuf>,
+    /// Why its description could not be written.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) trouble: Option<String>,
+}
+
 /// The result of an import.
 #[derive(Debug, Serialize)]
 pub(crate) struct ImportDocument {
     pub(crate) parcel: String,
     pub(crate) name: String,
     pub(crate) disks: Vec<ImportedDocument>,
+    pub(crate) guests: Vec<ImportedGuestDocument>,
     /// Cells that were recovered from parity.
     pub(crate) recovered_cells: u64,
     /// The report for the source; none of disks that were written to a folder of the caller's.

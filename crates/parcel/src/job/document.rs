@@ -11,6 +11,7 @@ use crate::writer::{Position, Writer};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -59,6 +60,9 @@ pub(super) struct KnownGuest {
     /// Whether its file systems were frozen at that moment.
     #[serde(default)]
     pub(super) frozen: bool,
+    /// What a destination needs to start it.
+    #[serde(default)]
+    pub(super) description: Value,
     /// The group whose guests are to have the same moment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) group: Option<String>,
@@ -84,6 +88,7 @@ impl KnownGuest {
             name: guest.name,
             consistent: false,
             frozen: false,
+            description: Value::Null,
             group: None,
             moment: None,
             disks: each.collect::<Result<_, JobError>>()?,

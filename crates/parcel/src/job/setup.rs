@@ -14,6 +14,7 @@ use crate::record::{Disk, Guest, Record};
 use crate::room::used_bytes;
 use crate::writer::{Settings, WriteError, Writer};
 use longhaul_storage::disk::{Disk as _, RawDisk};
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
@@ -139,6 +140,29 @@ impl Job {
             };
             guest.group = Some(group.to_owned());
         }
+        self.copier.save()
+    }
+
+    /// Says what a destination needs to start a guest of the parcel. The next version has it.
+    ///
+    /// # Errors
+    /// When it is longer than the format allows, or cannot be saved.
+    pub fn describe(&mut self, guest: &str, description: Value) -> Result<(), JobError> {
+        let _lock = self.lock()?;
+        let mut known = self.copier.state.guests.iter_mut().enumerate();
+        let Some((number, known)) = known.find(|(_, known)| known.name == guest) else {
+            return Ok(());
+        };
+        if known.description == description {
+            return Ok(());
+        }
+        let described = KnownGuest {
+            description,
+            ..known.clone()
+        };
+        // What the format refuses is refused now.
+        record_of(number, &described).encode()?;
+        *known = described;
         self.copier.save()
     }
 
@@ -346,6 +370,6 @@ pub(super) fn record_of(number: usize, guest: &KnownGuest) -> Record {
                 used: used_bytes(&known.disk.path),
             })
             .collect(),
-        description: serde_json::Value::Null,
+        description: guest.description.clone(),
     })
 }

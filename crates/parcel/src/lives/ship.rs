@@ -86,7 +86,7 @@ impl Life {
             assert!(memory.files().is_empty());
             let all: u64 = self.source().sizes().iter().map(|size| size + 8192).sum();
             memory.set_free(all);
-            let (disks, _) = bring().expect("there is room");
+            let disks = bring().expect("there is room").disks;
             self.is_imported(&memory, &disks, 0);
         }
         is_whole
@@ -369,9 +369,10 @@ impl Life {
                 Err(panic) => resume_unwind(panic),
             };
             match outcome {
-                Ok((disks, read)) => {
+                Ok(imported) => {
                     memory.power_cut(&mut self.dice);
-                    self.is_imported(&memory, &disks, sealed);
+                    self.is_imported(&memory, &imported.disks, sealed);
+                    let read = imported.report;
                     assert!(read.lost == 0);
                     assert!(fate != Fate::Lost && (report.lost == 0 || fate == Fate::Any));
                     self.counts.imported += 1;

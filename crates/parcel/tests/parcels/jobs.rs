@@ -49,8 +49,9 @@ fn is_imported(stage: &Stage, job: &Job, lost: usize, contents: &[Vec<u8>]) {
     let out = stage.path().join("out");
     fs::create_dir(&out).unwrap();
     let mut place = |_: &Guest, disk: &Disk| Ok(out.join(&disk.name));
-    let (disks, report) = import(&parcel, job.key(), None, &mut place).unwrap();
-    assert!(report.recovered > 0);
+    let imported = import(&parcel, job.key(), None, &mut place).unwrap();
+    assert!(imported.report.recovered > 0);
+    let disks = imported.disks;
     let named: Vec<(&str, &str)> = disks
         .iter()
         .map(|it| (it.guest.as_str(), it.disk.as_str()))

@@ -79,8 +79,8 @@ fn the_proof_of_a_report_is_computed_from_the_page_alone() {
     let out = stage.path().join("\u{e9} \"\\\n\u{1}\u{7f}\u{2028}");
     fs::create_dir(&out).unwrap();
     let place = &mut |_: &_, disk: &longhaul_parcel::Disk| Ok(out.join(&disk.name));
-    let (disks, read) = import(&parcel, &stage.key, None, place).unwrap();
-    let report = ImportReport::of(&parcel, (&disks, &read), 1_800_000_000);
+    let read = import(&parcel, &stage.key, None, place).unwrap();
+    let report = ImportReport::of(&parcel, (&read.disks, &read.report), 1_800_000_000);
     let file = stage.path().join("report.json");
     fs::write(&file, report.sign(&stage.key).unwrap()).unwrap();
     let mut command = Command::new("/usr/bin/python3");

@@ -79,8 +79,8 @@ fn reported(stage: &Stage, job: &Job, out: &str) -> Vec<u8> {
     let out = stage.path().join(out);
     fs::create_dir(&out).unwrap();
     let place = &mut |_: &_, disk: &longhaul_parcel::Disk| Ok(out.join(&disk.name));
-    let (disks, report) = import(&parcel, job.key(), None, place).unwrap();
-    ImportReport::of(&parcel, (&disks, &report), NOW)
+    let imported = import(&parcel, job.key(), None, place).unwrap();
+    ImportReport::of(&parcel, (&imported.disks, &imported.report), NOW)
         .sign(job.key())
         .unwrap()
 }
@@ -232,7 +232,7 @@ fn a_guest_that_is_added_later_travels_in_full_in_the_next_top_up() {
     let first = stage.path().join("first");
     fs::create_dir(&first).unwrap();
     let place = &mut |_: &_, disk: &longhaul_parcel::Disk| Ok(first.join(&disk.name));
-    let (disks, _) = import(&parcel, job.key(), Some(1), place).unwrap();
+    let disks = import(&parcel, job.key(), Some(1), place).unwrap().disks;
     let [web] = &disks[..] else {
         panic!("{disks:?}");
     };

@@ -1,16 +1,25 @@
 //! Parcels at their destination.
 
-use super::{DeviceDocument, ImportDocument, ImportedDocument, VerifyDocument, no_image, now_s};
+use super::{
+    DeviceDocument, ImportDocument, ImportedDocument, ImportedGuestDocument, VerifyDocument,
+    no_image, now_s,
+};
 use crate::cli::args::ParcelImportArgs;
 use crate::cli::error::CliError;
 use crate::cli::output::Output;
 use crate::cli::picture::Picture;
 use crate::cli::show::parcel as shown;
+use longhaul_hypervisor::description;
 use longhaul_migration::host::config::Config;
 use longhaul_migration::host::set_aside::set_aside_as;
 use longhaul_parcel::{
-    Damage, DataKey, Device, Header, ImportError, ImportReport, ImportedDisk, Parcel, import,
+    Damage, DataKey, Device, Header, ImportError, ImportReport, Imported, ImportedDisk,
+    ImportedGuest, Parcel, import,
 };
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_storage::files::{RealFiles, replace};
+use serde_json::Value;
+use std::fmt::Display;
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -108,10 +117,18 @@ pub(super) fn bring(
         })
     });
     picture.clear();
-    let (disks, report) = match (refused, imported) {
+    let Imported {
+        disks,
+        guests,
+        report,
+    } = match (refused, imported) {
         (Some(error), _) => return Err(error),
         (None, imported) => imported?,
     };
+    let folder = args.into.clone();
+    let folder = folder.unwrap_or_else(|| config.state.join(REPORTS));
+    let guests = guests.into_iter().map(|guest| describe(&folder, guest));
+    let guests = guests.collect();
     let report_file = match args.into {
         Some(_) => None,
         None => {
@@ -143,11 +160,47 @@ pub(super) fn bring(
         parcel: parcel.id().to_string(),
         name: parcel.header().name.clone(),
         disks: each.collect(),
+        guests,
         recovered_cells: report.recovered,
         report: report_file,
     };
     super::super::show(output, &document, || shown::imported(&document))?;
     Ok(0)
+}
+
+/// Writes the description of an imported guest to a folder. The disks are there in any case.
+fn describe(folder: &Path, guest: ImportedGuest) -> ImportedGuestDocument {
+    let (description, trouble) = match write_description(folder, guest.description) {
+        Ok(path) => (path, None),
+        Err(why) => (None, Some(why)),
+    };
+    ImportedGuestDocument {
+        guest: guest.guest,
+        version: guest.version,
+        consistent: guest.consistent,
+        frozen: guest.frozen,
+        moment: guest.moment.map(|moment| moment.to_string()),
+        description,
+        trouble,
+    }
+}
+
+fn write_description(folder: &Path, description: Value) -> Result<Option<PathBuf>, String> {
+    let text = |error: &dyn Display| format!("its description cannot be used: {error}");
+    let description: Option<GuestDescription> =
+        serde_json::from_value(description).map_err(|error| text(&error))?;
+    let Some(described) = description else {
+        return Ok(None);
+    };
+    // Another program may have written it.
+    description::check(&described).map_err(|error| text(&error))?;
+    let toml = toml::to_string(&described).map_err(|error| text(&error))?;
+    let path = folder.join(format!("{}.toml", described.name));
+    let names = ["the description", "its name"];
+    fs::create_dir_all(folder)
+        .and_then(|()| replace(&RealFiles, &path, toml.as_bytes(), names))
+        .map_err(|error| format!("{} cannot be written: {error}", path.display()))?;
+    Ok(Some(path))
 }
 
 fn file_report(

@@ -11,6 +11,7 @@ use crate::cli::show::parcel as shown;
 use longhaul_api::Client;
 use longhaul_migration::TrackedExports;
 use longhaul_migration::host::config::Config;
+use longhaul_migration::host::descriptions;
 use longhaul_migration::host::set_aside::set_aside_as;
 use longhaul_parcel::{
     Checked, Date, Job, JobDisk, JobGuest, REPORT_BYTES_MAX, Settings, Shipment, SignedReport,
@@ -341,6 +342,28 @@ pub(super) fn check(
     Ok(u8::from(!document.checked.confirmed))
 }
 
+/// Puts into the parcel what a destination needs to start its guests.
+fn describe(config: &Config, job: &mut Job) -> Result<(), CliError> {
+    for guest in job.guests() {
+        let described = descriptions::read(&config.state, &guest.name).and_then(|description| {
+            let value = description.map(serde_json::to_value).transpose();
+            value.map_err(io::Error::other)
+        });
+        let described = described.map_err(|error| {
+            let hint = "repair it: without it the destination could not start the guest";
+            CliError::parcel(
+                format!("the description of {}: {error}", guest.name),
+                Some(hint.to_owned()),
+            )
+        })?;
+        // What another manager starts is not described here.
+        if let Some(description) = described {
+            job.describe(&guest.name, description)?;
+        }
+    }
+    Ok(())
+}
+
 /// Runs the job to its end, and shows the parcel.
 async fn finish(
     output: &Output,
@@ -354,6 +377,10 @@ async fn finish(
         true => BTreeMap::new(),
         false => tracking::begin(&exports, client, &job.guests()).await?,
     };
+    let mut job = job;
+    if !job.is_sealed() {
+        describe(config, &mut job)?;
+    }
     let mut job = match no_freeze {
         true => job.without_freezing().with_tracking(exports),
         false => job.with_tracking(exports),

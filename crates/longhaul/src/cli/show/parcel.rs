@@ -10,7 +10,8 @@ use super::figure::part_of;
 use super::image::under_way;
 use crate::cli::paint::{Line, Tone, table};
 use crate::cli::parcel::{
-    DeviceDocument, ExportDocument, ExportedGuest, ImportDocument, VerifyDocument, count,
+    DeviceDocument, ExportDocument, ExportedGuest, ImportDocument, ImportedGuestDocument,
+    VerifyDocument, count,
 };
 use longhaul_parcel::{CELL_BYTES, Step};
 use longhaul_protocol::units::show_bytes;
@@ -94,6 +95,20 @@ pub(crate) fn importing(guest: &str, disk: &str) -> Line {
     Line::text(format!("importing {disk} of {guest}"))
 }
 
+fn imported_guest(guest: &ImportedGuestDocument) -> Line {
+    let line = Line::text(format!("  {}", guest.guest));
+    let line = match guest.consistent {
+        false => return line.tone(Tone::Warn, ": its disks are of different moments"),
+        true if guest.frozen => line.plain(": of one moment, with frozen file systems"),
+        true => line.plain(": of one moment"),
+    };
+    match (&guest.description, &guest.trouble) {
+        (Some(path), _) => line.plain(format!("; described in {}", path.display())),
+        (None, Some(why)) => line.tone(Tone::Warn, format!("; {why}")),
+        (None, None) => line,
+    }
+}
+
 /// Formats an import.
 pub(crate) fn imported(document: &ImportDocument) -> Vec<Line> {
     let mut lines = super::super::done(format!("imported: {}", document.name));
@@ -107,6 +122,7 @@ pub(crate) fn imported(document: &ImportDocument) -> Vec<Line> {
         ]
     });
     lines.extend(table(rows.collect()));
+    lines.extend(document.guests.iter().map(imported_guest));
     if document.recovered_cells > 0 {
         let recovered = count(document.recovered_cells, "cell");
         lines.push(Line::text(format!("  {recovered} recovered from parity")));
