@@ -14,7 +14,7 @@ use input::*;
 #[allow(unused_imports)]
 pub(crate) use life::folder;
 use life::*;
-use longhaul_parcel::{CHUNK_BYTES, Record, Replica, ReplicaError, ReplicaId};
+use longhaul_parcel::{CHUNK_BYTES, Record, Replica, ReplicaError, ReplicaId, Retention};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -59,7 +59,7 @@ pub(crate) fn run(data: &[u8]) -> Done {
         );
         if let Ok(looked) = Replica::look(&folder) {
             let (spec, _) = looked.expect("there is a document");
-            assert!(spec.keep > 0);
+            assert!(spec.keep.last > 0);
             done.opened = true;
         }
         return done;
@@ -588,7 +588,13 @@ impl Peer<'_> {
 
     fn follow(&mut self) {
         let id = ReplicaId([self.input.byte(); 16]);
-        let (every_s, keep) = (self.input.number(), self.input.number() as u32);
+        let every_s = self.input.number();
+        let keep = Retention {
+            last: self.input.number() as u32,
+            hourly: self.input.byte().into(),
+            daily: self.input.byte().into(),
+            weekly: self.input.byte().into(),
+        };
         let followed = self.there_mut().follow(id, every_s, keep);
         if let Err(error) = followed {
             assert!(self.is_damaged, "{error}");

@@ -65,7 +65,7 @@ impl<'a> Input<'a> {
 
 /// Where the document has numbers.
 pub(super) const NUMBERS: [&str; 16] = [
-    "/keep",
+    "/keep/last",
     "/every_s",
     "/versions/0/version",
     "/versions/0/time",
@@ -101,7 +101,7 @@ pub(super) fn change_document(document: &mut Value, root: &Path, input: &mut Inp
                 "images",
                 "replica/arriving",
                 "replica/digests.0",
-                "replica/undo.2",
+                "replica/undo.2.1",
                 "replica/replica.json",
             ];
             let at = format!("/disks/{}/path", input.below(2));

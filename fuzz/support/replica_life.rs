@@ -1,8 +1,8 @@
 //! The life of a replica that inputs begin with, and the records of a peer.
 
 use longhaul_parcel::{
-    CHUNK_BYTES, Chunk, Disk, Guest, Record, Replica, ReplicaDisk, ReplicaId, ReplicaSpec, Version,
-    VersionDisk,
+    CHUNK_BYTES, Chunk, Disk, Guest, Record, Replica, ReplicaDisk, ReplicaId, ReplicaSpec,
+    Retention, Version, VersionDisk,
 };
 use ring::digest::{SHA256, digest};
 use serde_json::{Value, json};
@@ -59,7 +59,7 @@ pub(super) fn spec(root: &Path) -> ReplicaSpec {
         id: ReplicaId([3; 16]),
         guest: "web".into(),
         from: "lyon".into(),
-        keep: 2,
+        keep: Retention::last(2),
         every_s: 600,
         disks: disks.collect(),
     }
@@ -294,7 +294,7 @@ pub(super) fn applied(root: &Path, from: &Moment, to: &Moment) -> Moment {
     let mut files = from.files.clone();
     let text = serde_json::to_vec_pretty(&document).expect("a document");
     files.insert(folder.join(DOCUMENT), text);
-    let undo = folder.join("undo.3");
+    let undo = folder.join("undo.3.2");
     files.insert(undo.clone(), to.files[&undo].clone());
     let mut instead = to.files.clone();
     instead.retain(|path, _| path.parent() != Some(folder.as_path()) || is_digests(path));
@@ -315,7 +315,7 @@ pub(super) fn untidied(root: &Path, from: &Moment, to: &Moment) -> Moment {
     let arriving = replica_folder(root).join(ARRIVING);
     let mut files = to.files.clone();
     files.insert(arriving.clone(), from.files[&arriving].clone());
-    for name in ["undo.9", "undo.9.9.new", "replica.json.new"] {
+    for name in ["undo.9.8", "undo.new", "replica.json.new"] {
         files.insert(replica_folder(root).join(name), b"interrupted".to_vec());
     }
     Moment {

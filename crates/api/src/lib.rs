@@ -56,7 +56,7 @@ pub use realm::{
 };
 pub use replica::{
     FailOver, FailedOver, Replica, ReplicaVersion, Replicas, ReplicateGuest, Replication,
-    ReplicationState, Replications,
+    ReplicationState, Replications, Retention,
 };
 pub use report::{
     BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, FaultReport, GuestClock, HookRun,

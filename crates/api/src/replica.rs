@@ -4,6 +4,21 @@ use crate::doubt::OtherSide;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+/// How many versions of a replica are kept: the last ones, and for the last hours, days and weeks
+/// (in UTC, of those that have versions) the last version of each. At most 1,000 for each reason.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Retention {
+    /// Last versions: at least 1.
+    pub last: u32,
+    /// Hours.
+    pub hourly: u32,
+    /// Days.
+    pub daily: u32,
+    /// Weeks, from Monday.
+    pub weekly: u32,
+}
+
 /// How a guest is replicated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -12,8 +27,8 @@ pub struct ReplicateGuest {
     pub to: String,
     /// Time from one version to the next, in seconds: 10 to 604,800.
     pub every_s: u64,
-    /// Number of versions that are kept there: 1 to 1,000.
-    pub keep: u32,
+    /// Versions that are kept there.
+    pub keep: Retention,
     /// Whether the guest's file systems are not frozen at the moment of a version, also if its
     /// agent could do that (default `false`).
     #[serde(default)]
@@ -56,8 +71,8 @@ pub struct Replication {
     pub to: String,
     /// Time from one version to the next, in seconds.
     pub every_s: u64,
-    /// Number of versions that are kept there.
-    pub keep: u32,
+    /// Versions that are kept there.
+    pub keep: Retention,
     /// Whether the guest's file systems are not frozen, also if its agent could do that.
     pub no_freeze: bool,
     /// What it does.
@@ -97,8 +112,8 @@ pub struct Replica {
     pub from: String,
     /// Time from one version to the next, in seconds, as that host intends.
     pub every_s: u64,
-    /// Number of versions that are kept.
-    pub keep: u32,
+    /// Versions that are kept.
+    pub keep: Retention,
     /// Versions that can be restored, from the oldest one.
     pub versions: Vec<ReplicaVersion>,
     /// Age of the newest version of one moment in seconds: what a loss of the other host would cost

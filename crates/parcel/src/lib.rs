@@ -52,6 +52,7 @@ pub use record::{
 };
 pub use replica::{
     Replica, ReplicaDisk, ReplicaError, ReplicaId, ReplicaSpec, ReplicaVersion, ReplicaVersionDisk,
+    Retention,
 };
 pub use report::{
     DeviceState, ImportReport, REPORT_BYTES_MAX, ReportError, ReportedDevice, ReportedDisk,

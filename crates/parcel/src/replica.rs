@@ -10,11 +10,13 @@ mod document;
 mod error;
 mod records;
 mod restore;
+mod retention;
 #[cfg(test)]
 mod tests;
 
 pub use document::{ReplicaDisk, ReplicaId, ReplicaSpec, ReplicaVersion, ReplicaVersionDisk};
 pub use error::ReplicaError;
+pub use retention::Retention;
 
 use crate::lock::{FolderLock, lock_folder};
 use crate::record::{CHUNK_BYTES, Chunk, Guest, Record, Version};
@@ -176,15 +178,20 @@ impl Replica {
         &self.document.spec
     }
 
-    /// Changes what the source says of the replica: its id, how often there is a version, and how
-    /// many are kept.
+    /// Changes what the source says of the replica: its id, how often there is a version, and which
+    /// are kept, from the next time on that it is opened or begins one.
     ///
     /// # Errors
     /// When that cannot be made durable.
-    pub fn follow(&mut self, id: ReplicaId, every_s: u64, keep: u32) -> Result<(), ReplicaError> {
+    pub fn follow(
+        &mut self,
+        id: ReplicaId,
+        every_s: u64,
+        keep: Retention,
+    ) -> Result<(), ReplicaError> {
         let mut document = self.document.clone();
         (document.spec.id, document.spec.every_s) = (id, every_s);
-        document.spec.keep = keep.max(1);
+        document.spec.keep = keep.limited(u32::MAX);
         match document == self.document {
             true => Ok(()),
             false => self.replace(document),
@@ -484,11 +491,7 @@ impl Replica {
             .disks
             .iter()
             .map(|disk| disk.path.clone());
-        let undo = self
-            .document
-            .versions
-            .iter()
-            .map(|version| self.undo_file(version.version));
+        let undo = self.undo_files();
         images
             .chain(undo)
             .filter_map(|path| used_bytes(&path))

@@ -30,8 +30,14 @@ pub struct ReplicaOffer {
     pub guest: GuestDescription,
     /// Identifies what the source keeps of the replica.
     pub id: [u8; 16],
-    /// How many versions are kept, at least one.
-    pub keep: u32,
+    /// How many of the last versions are kept, at least one.
+    pub keep_last: u32,
+    /// For how many hours the last version of each is kept.
+    pub keep_hourly: u32,
+    /// The same for days.
+    pub keep_daily: u32,
+    /// The same for weeks.
+    pub keep_weekly: u32,
     /// The seconds between two versions.
     pub every_s: u64,
     /// The generation of the source's right to run the guest; 0 if it never moved.

@@ -240,7 +240,15 @@ async fn perform(
         Operation::ReplicateGuest => {
             let how: ReplicateGuest = parse(body)?;
             in_range("every_s", how.every_s, EVERY_S)?;
-            in_range("keep", u64::from(how.keep), KEEP)?;
+            in_range("keep.last", u64::from(how.keep.last), KEEP)?;
+            let more = [
+                ("keep.hourly", how.keep.hourly),
+                ("keep.daily", how.keep.daily),
+                ("keep.weekly", how.keep.weekly),
+            ];
+            for (name, number) in more {
+                in_range(name, u64::from(number), 0..=*KEEP.end())?;
+            }
             guests.require(value)?;
             hosts.require(&how.to).await?;
             ok(&manager.replicate(value, how).await?)

@@ -8,7 +8,7 @@ use crate::cli::picture::Picture;
 use crate::cli::resolve::{confirm, said};
 use crate::cli::show::replica as shown;
 use crate::cli::{done, now_unix_ms, show};
-use longhaul_api::{Client, FailOver, ReplicateGuest};
+use longhaul_api::{Client, FailOver, ReplicateGuest, Retention};
 use longhaul_migration::host::config::Config;
 use longhaul_migration::replica_folder;
 use longhaul_parcel::{Replica, ReplicaError};
@@ -71,7 +71,12 @@ pub(crate) async fn replicate(
     let how = ReplicateGuest {
         to,
         every_s: args.every.as_secs(),
-        keep: args.keep,
+        keep: Retention {
+            last: args.keep,
+            hourly: args.keep_hourly,
+            daily: args.keep_daily,
+            weekly: args.keep_weekly,
+        },
         no_freeze: args.no_freeze,
     };
     let replication = client.replicate(&guest, &how).await?;

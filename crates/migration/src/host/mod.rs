@@ -23,6 +23,7 @@ pub(crate) mod paths;
 pub(crate) mod peer_limits;
 pub(crate) mod qemu;
 pub(crate) mod retained_qemus;
+pub(crate) mod retention;
 pub(crate) mod right;
 pub mod set_aside;
 pub mod start_error;

@@ -9,7 +9,7 @@ use crate::host::names::is_name;
 use crate::host::right::Holder;
 use crate::host::set_aside::set_aside_as;
 use crate::limits::peer_quota;
-use longhaul_parcel::{Replica, ReplicaDisk, ReplicaError, ReplicaId, ReplicaSpec};
+use longhaul_parcel::{Replica, ReplicaDisk, ReplicaError, ReplicaId, ReplicaSpec, Retention};
 use longhaul_protocol::Generation;
 use longhaul_protocol::message::Refusal;
 use longhaul_protocol::replica::{FromReplica, ReplicaOffer, ToReplica};
@@ -27,6 +27,17 @@ use tokio::task::block_in_place;
 
 /// Versions that a source can have kept here.
 const KEEP_MAX: u32 = 1000;
+
+/// Returns which versions are kept.
+fn kept(offer: &ReplicaOffer) -> Retention {
+    let asked = Retention {
+        last: offer.keep_last,
+        hourly: offer.keep_hourly,
+        daily: offer.keep_daily,
+        weekly: offer.keep_weekly,
+    };
+    asked.limited(KEEP_MAX)
+}
 
 /// Why a version is not taken.
 enum Not {
@@ -158,7 +169,7 @@ fn begin(
                 id,
                 guest: guest.clone(),
                 from: from.to_owned(),
-                keep: offer.keep.clamp(1, KEEP_MAX),
+                keep: kept(offer),
                 every_s: offer.every_s,
                 disks,
             })
@@ -183,7 +194,7 @@ fn begin(
         (None, None) => return Err(fails(&"it is gone").into()),
     };
     let same = replica.spec().id == id;
-    let follows = replica.follow(id, offer.every_s, offer.keep.clamp(1, KEEP_MAX));
+    let follows = replica.follow(id, offer.every_s, kept(offer));
     follows.map_err(|error| fails(&error))?;
     let sizes: Vec<u64> = offer.disks.iter().map(|disk| disk.bytes).collect();
     let had = replica.versions().len();

@@ -20,9 +20,10 @@ use crate::context::Context;
 use crate::host::atomic_file;
 use crate::host::lock::lock;
 use crate::host::names::is_name;
+use crate::host::retention;
 use crate::status::failure;
 use longhaul_api::{ApiError, ErrorCode};
-use longhaul_parcel::{Replica, ReplicaError, ReplicaSpec, ReplicaVersion};
+use longhaul_parcel::{Replica, ReplicaError, ReplicaSpec, ReplicaVersion, Retention};
 use longhaul_protocol::HostId;
 use longhaul_protocol::guest::GuestDescription;
 use serde::{Deserialize, Serialize};
@@ -135,7 +136,10 @@ fn show(state: &Path, guest: &str) -> Option<longhaul_api::Replica> {
         guest: guest.to_owned(),
         from,
         every_s,
-        keep: spec.as_ref().map_or(0, |spec| spec.keep),
+        keep: retention::shown(
+            spec.as_ref()
+                .map_or_else(|| Retention::last(0), |spec| spec.keep),
+        ),
         versions: versions.iter().map(shown_version).collect(),
         behind_s,
         late: behind_s.is_some_and(|behind| every_s > 0 && behind > 2 * every_s),

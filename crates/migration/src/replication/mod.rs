@@ -13,6 +13,7 @@ use crate::context::Context;
 use crate::disks::tracked_writes::{self, TrackedExports};
 use crate::host::lock::lock;
 use crate::host::names::is_name;
+use crate::host::retention;
 use crate::host::right::Holder;
 use crate::host::set_aside::set_aside;
 use crate::limits::peer_quota::GENERATION_MAX;
@@ -147,7 +148,7 @@ impl Replications {
         let schedule = Schedule {
             to: how.to,
             every_s: how.every_s,
-            keep: how.keep,
+            keep: retention::asked(how.keep),
             no_freeze: how.no_freeze,
         };
         let path = folder(state, guest);
@@ -244,7 +245,7 @@ fn shown(
         guest: guest.to_owned(),
         to,
         every_s,
-        keep,
+        keep: retention::shown(keep),
         no_freeze,
         state: status.state.unwrap_or(ReplicationState::Waiting),
         last: last.map(|last| ReplicaVersion {
@@ -358,7 +359,10 @@ fn offer_of(
     ReplicaOffer {
         guest: guest.clone(),
         id: [0; 16],
-        keep: schedule.keep,
+        keep_last: schedule.keep.last,
+        keep_hourly: schedule.keep.hourly,
+        keep_daily: schedule.keep.daily,
+        keep_weekly: schedule.keep.weekly,
         every_s: schedule.every_s,
         generation: context.right(&guest.name).generation.unwrap_or_default(),
         disks: disks.collect(),

@@ -8,7 +8,7 @@ use super::moment::Tracking;
 use crate::header::Bytes16;
 use crate::lock::FolderLock;
 use crate::record::Record;
-use crate::replica::ReplicaId;
+use crate::replica::{ReplicaId, Retention};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use longhaul_storage::files::{RealFiles, replace};
 use serde::{Deserialize, Serialize};
@@ -108,8 +108,8 @@ pub struct Schedule {
     pub to: String,
     /// The seconds between two versions.
     pub every_s: u64,
-    /// How many versions are kept, at least one.
-    pub keep: u32,
+    /// Which versions are kept.
+    pub keep: Retention,
     /// Whether the guest's file systems are not frozen, also if its agent could do that.
     #[serde(default)]
     pub no_freeze: bool,

@@ -24,9 +24,18 @@ fn remove(files: &dyn Files, path: &Path) -> Result<(), ReplicaError> {
 }
 
 impl Replica {
-    /// Returns the undo log that turns a version into the one before.
-    pub(super) fn undo_file(&self, version: u64) -> PathBuf {
-        self.folder.join(format!("{UNDO}{version}"))
+    /// Returns the undo log that turns a version into an earlier one.
+    pub(super) fn undo_file(&self, version: u64, earlier: u64) -> PathBuf {
+        self.folder.join(format!("{UNDO}{version}.{earlier}"))
+    }
+
+    /// Returns the undo logs that turn each version into the one before.
+    pub(super) fn undo_files(&self) -> impl Iterator<Item = PathBuf> {
+        let pairs = self.document.versions.windows(2);
+        pairs.filter_map(|pair| match pair {
+            [earlier, version] => Some(self.undo_file(version.version, earlier.version)),
+            _ => None,
+        })
     }
 
     /// Brings the images to the last version that is durable.
@@ -38,6 +47,7 @@ impl Replica {
             self.save()?;
         }
         let Some(stage) = self.document.stage.clone() else {
+            self.prune()?;
             return self.tidy();
         };
         self.opened = self.document.stamps.iter().map(|it| it.file).collect();
@@ -89,8 +99,7 @@ impl Replica {
 
     /// Removes files that belong to no version.
     pub(super) fn tidy(&self) -> Result<(), ReplicaError> {
-        let versions = self.document.versions.iter().skip(1);
-        let needed: BTreeSet<PathBuf> = versions.map(|it| self.undo_file(it.version)).collect();
+        let needed: BTreeSet<PathBuf> = self.undo_files().collect();
         let names = self.files.names(&self.folder);
         for name in names.map_err(io_at(&self.folder))? {
             let path = self.folder.join(&name);
@@ -167,11 +176,11 @@ impl Replica {
 
     /// Writes what the images have in the place of what has arrived.
     fn write_undo(&self, collected: &Collected, version: u64) -> Result<(), ReplicaError> {
-        let (path, mut packer) = (self.undo_file(version), Packer::default());
-        let new = path.with_extension(format!("{version}.new"));
-        let mut writer = RecordWriter::create(&*self.files, &new)?;
-        let mut content = vec![0; CHUNK_BYTES];
         let last = self.document.versions.last();
+        let path = self.undo_file(version, last.map_or(0, |last| last.version));
+        let mut packer = Packer::default();
+        let mut writer = RecordWriter::create(&*self.files, &self.new_undo_file())?;
+        let mut content = vec![0; CHUNK_BYTES];
         for (at, chunk) in collected.chunks.keys() {
             let had = last.and_then(|last| last.disks.get(*at));
             let length = had.map_or(0, |had| length_of(*chunk, had.bytes));
@@ -185,11 +194,66 @@ impl Replica {
             let some = Some(&*content).filter(|content| !is_zero(content));
             writer.put(&packer.encode((0, *at as u32, *chunk), some)?)?;
         }
+        self.name_undo(writer, &path)
+    }
+
+    /// Returns the name of an undo log while it is written.
+    fn new_undo_file(&self) -> PathBuf {
+        self.folder.join(format!("{UNDO}new"))
+    }
+
+    /// Makes an undo log durable that was written, and gives it its name.
+    fn name_undo(&self, mut writer: RecordWriter, path: &Path) -> Result<(), ReplicaError> {
         writer.sync()?;
-        let renamed = self.files.rename(&new, &path);
-        renamed.map_err(io_at(&path))?;
+        let renamed = self.files.rename(&self.new_undo_file(), path);
+        renamed.map_err(io_at(path))?;
         let synced = self.files.sync_folder(&self.folder, "the undo log's name");
         synced.map_err(io_at(&self.folder))
+    }
+
+    /// Forgets the versions that are not kept.
+    fn prune(&mut self) -> Result<(), ReplicaError> {
+        let versions = &self.document.versions;
+        let keeps = self.document.spec.keep.keeps(versions);
+        let kept: Vec<usize> = (0..versions.len())
+            .filter(|at| keeps.get(*at) == Some(&true))
+            .collect();
+        if kept.len() == versions.len() {
+            return Ok(());
+        }
+        for pair in kept.windows(2) {
+            let [earlier, later] = *pair else { continue };
+            if let Some(versions) = versions.get(earlier..=later)
+                && versions.len() > 2
+            {
+                self.merge_undo(versions)?;
+            }
+        }
+        let mut document = self.document.clone();
+        let mut keeps = keeps.into_iter();
+        document.versions.retain(|_| keeps.next() == Some(true));
+        self.replace(document)
+    }
+
+    /// Merges the undo logs between the first and the last of some versions into one.
+    fn merge_undo(&self, versions: &[ReplicaVersion]) -> Result<(), ReplicaError> {
+        let (Some(first), Some(last)) = (versions.first(), versions.last()) else {
+            return Ok(());
+        };
+        let mut writer = RecordWriter::create(&*self.files, &self.new_undo_file())?;
+        let mut known = BTreeSet::new();
+        // What the earliest one has of a chunk is what the first version had.
+        for pair in versions.windows(2) {
+            let [earlier, version] = pair else { continue };
+            let log = self.undo_file(version.version, earlier.version);
+            let mut records = Records::open(&*self.files, &log, None)?;
+            while let Some((rest, chunk)) = records.next_record()? {
+                if known.insert((chunk.disk, chunk.chunk)) {
+                    writer.put(&rest)?;
+                }
+            }
+        }
+        self.name_undo(writer, &self.undo_file(last.version, first.version))
     }
 
     /// Writes a version's records to the images. It may be done again.
@@ -204,7 +268,7 @@ impl Replica {
         }
         let records = Records::open(&*self.files, &arriving, Some(stage.bytes))?;
         for record in records {
-            let (_, chunk) = record?;
+            let chunk = record?;
             let at = chunk.disk as usize;
             let disk = self.open.get(at).zip(self.document.spec.disks.get(at));
             let Some((open, disk)) = disk else {
@@ -228,9 +292,9 @@ impl Replica {
         let mut document = self.document.clone();
         document.versions.push(stage.version);
         document.stamps = self.stamps()?;
-        document.forget_oldest();
         document.stage = None;
         self.replace(document)?;
+        self.prune()?;
         self.tidy()
     }
 }

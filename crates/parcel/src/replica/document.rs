@@ -1,6 +1,7 @@
 //! What a replica keeps of itself.
 
 use super::error::{ReplicaError, io_at};
+use super::retention::Retention;
 use crate::record::{CHUNK_BYTES, DISK_BYTES_MAX, Version};
 use crate::room::Stamp;
 use longhaul_storage::files::{Access, Files};
@@ -44,8 +45,8 @@ pub struct ReplicaSpec {
     pub guest: String,
     /// The name of the host that it comes from.
     pub from: String,
-    /// How many versions are kept, at least one.
-    pub keep: u32,
+    /// Which versions are kept.
+    pub keep: Retention,
     /// The seconds between two versions, as the source intends; 0 if there is no schedule.
     pub every_s: u64,
     /// Its disks.
@@ -123,7 +124,7 @@ impl Document {
             false => wrong("a guest has 1 to 256 disks"),
             true if names.len() != spec.disks.len() => wrong("two disks have one name"),
             true if paths.len() != spec.disks.len() => wrong("two disks have one image"),
-            true if spec.keep == 0 => wrong("at least one version is kept"),
+            true if spec.keep.last == 0 => wrong("at least one version is kept"),
             true => Ok(Self {
                 spec,
                 versions: Vec::new(),
@@ -144,24 +145,13 @@ impl Document {
             .chain(stage)
             .is_sorted_by(|one, next| one.version < next.version);
         is_increasing
-            && self.spec.keep > 0
+            && self.spec.keep.last > 0
             && versions.all(|version| {
                 let sizes = version.disks.iter().map(|disk| disk.bytes);
                 version.disks.len() == count
                     && version.version > 0
                     && sizes.into_iter().all(|bytes| bytes <= DISK_BYTES_MAX)
             })
-    }
-
-    /// Forgets the oldest versions: those of no moment at once, and others when there are more than
-    /// are kept. The newest one stays, and so does the last one that is of a moment.
-    pub(super) fn forget_oldest(&mut self) {
-        let moments = self.versions.iter().enumerate();
-        let moments = moments.filter(|(_, version)| version.consistent);
-        let mut newest_first = moments.map(|(at, _)| at).rev();
-        let kept = newest_first.by_ref().take(self.spec.keep as usize);
-        let first = kept.last().unwrap_or(self.versions.len().saturating_sub(1));
-        self.versions.drain(..first);
     }
 
     pub(super) fn read(files: &dyn Files, folder: &Path) -> Result<Option<Self>, ReplicaError> {

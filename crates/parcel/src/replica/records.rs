@@ -93,7 +93,8 @@ impl Records {
         })
     }
 
-    fn read(&mut self) -> Result<Option<(u64, Chunk)>, ReplicaError> {
+    /// Reads a chunk, and its record as it was put.
+    pub(super) fn next_record(&mut self) -> Result<Option<(Vec<u8>, Chunk)>, ReplicaError> {
         let at = self.at;
         if at == self.end {
             return Ok(None);
@@ -110,18 +111,18 @@ impl Records {
         self.file.read_at(at + 4, &mut rest).map_err(&fails)?;
         self.at = end;
         match Record::decode(KIND_CHUNK, &rest)? {
-            Record::Chunk(chunk) if chunk.chunk <= CHUNKS_MAX => Ok(Some((at, chunk))),
+            Record::Chunk(chunk) if chunk.chunk <= CHUNKS_MAX => Ok(Some((rest, chunk))),
             _ => Err(fails(io::Error::other("it has an impossible record"))),
         }
     }
 }
 
 impl Iterator for Records {
-    /// A chunk, and where its record begins.
-    type Item = Result<(u64, Chunk), ReplicaError>;
+    type Item = Result<Chunk, ReplicaError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        self.read().transpose()
+        let record = self.next_record().transpose()?;
+        Some(record.map(|(_, chunk)| chunk))
     }
 }
 

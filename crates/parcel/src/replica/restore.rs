@@ -76,10 +76,14 @@ impl Replica {
             files.push((file, path));
         }
         // The newest first: each undo log turns one version into the one before.
-        for newer in versions.iter().rev().filter(|it| it.version > version) {
-            let records = Records::open(&*self.files, &self.undo_file(newer.version), None)?;
-            for record in records {
-                let (_, chunk) = record?;
+        let pairs = versions.windows(2).rev().filter_map(|pair| match pair {
+            [older, newer] if older.version >= version => Some((newer, older)),
+            _ => None,
+        });
+        for (newer, older) in pairs {
+            let log = self.undo_file(newer.version, older.version);
+            for record in Records::open(&*self.files, &log, None)? {
+                let chunk = record?;
                 let at = chunk.disk as usize;
                 let target = files.get(at).zip(wanted.disks.get(at));
                 let Some(((file, path), had)) = target else {

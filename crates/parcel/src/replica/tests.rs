@@ -3,7 +3,7 @@
 //!
 //! `LONGHAUL_REPLICA_SEED=N` lives one life.
 
-use super::{Replica, ReplicaDisk, ReplicaError, ReplicaId, ReplicaSpec};
+use super::{Replica, ReplicaDisk, ReplicaError, ReplicaId, ReplicaSpec, Retention};
 use crate::lives::dice::{Dice, Killed};
 use crate::lives::places::Memory;
 use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, Record, Version, VersionDisk};
@@ -12,12 +12,15 @@ use longhaul_storage::files::{Access, Files as _};
 use nix::errno::Errno;
 use ring::digest::{SHA256, digest};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const SEEDS: u64 = 1000;
-const KEEP: usize = 3;
+const KEEP: usize = 2;
+/// The seconds between two versions.
+const VERSION_S: u64 = 1200;
 
 type Disks = Vec<Vec<u8>>;
 
@@ -33,6 +36,7 @@ struct Counts {
     restored: u64,
     replaced: u64,
     touched: u64,
+    kept_for_hours: u64,
 }
 
 enum Ended {
@@ -63,7 +67,7 @@ fn spec(disks: usize) -> ReplicaSpec {
         id: ReplicaId([3; 16]),
         guest: "web".into(),
         from: "lyon".into(),
-        keep: KEEP as u32,
+        keep: Retention::last(KEEP as u32),
         every_s: 600,
         disks: disks.collect(),
     }
@@ -115,7 +119,7 @@ fn records(number: u64, from: Option<&Disks>, to: &Disks, dice: &mut Dice) -> Ve
     records.push(Record::Version(Version {
         guest: 0,
         version: number,
-        time: number,
+        time: number * VERSION_S,
         consistent: !number.is_multiple_of(4),
         frozen: false,
         moment: None,
@@ -157,6 +161,8 @@ struct Life {
     folder: PathBuf,
     replica: Option<Replica>,
     versions: Vec<(u64, Disks)>,
+    /// For how many hours a version is kept.
+    hourly: u32,
 }
 
 impl Life {
@@ -167,6 +173,7 @@ impl Life {
             folder: PathBuf::from("/state/web"),
             replica: None,
             versions: Vec::new(),
+            hourly: 0,
         }
     }
 
@@ -175,10 +182,16 @@ impl Life {
             let memory = Arc::new(self.memory.clone());
             self.replica = match Replica::open_in(memory.clone(), &self.folder)? {
                 Some(replica) => Some(replica),
-                None => Some(Replica::make_in(memory, &self.folder, spec(disks))?),
+                None => Some(Replica::make_in(memory, &self.folder, self.spec(disks))?),
             };
         }
         Ok(())
+    }
+
+    fn spec(&self, disks: usize) -> ReplicaSpec {
+        let mut spec = spec(disks);
+        spec.keep.hourly = self.hourly;
+        spec
     }
 
     fn send(&mut self, records: &[Record], sizes: &[u64]) -> Result<(), ReplicaError> {
@@ -334,10 +347,19 @@ impl Life {
         replica.verify(&mut |_| ()).unwrap();
         let kept: Vec<u64> = replica.versions().iter().map(|it| it.version).collect();
         // Every fourth is of no moment, and does not count.
-        let moments = self.versions.iter().filter(|(it, _)| !it.is_multiple_of(4));
-        let last: Vec<u64> = moments.rev().take(KEEP).map(|(it, _)| *it).collect();
-        assert_eq!(last.last().or(Some(newest)), kept.first());
-        assert!(last.iter().all(|version| kept.contains(version)));
+        let moments = self.versions.iter().map(|(version, _)| *version);
+        let moments: Vec<u64> = moments.filter(|it| !it.is_multiple_of(4)).rev().collect();
+        let last = moments.iter().copied().take(KEEP);
+        let mut expected: BTreeSet<u64> = last.chain([*newest]).collect();
+        let without_hours = expected.len();
+        let hour_of = |version: &u64| version * VERSION_S / 3600;
+        let mut hours: Vec<u64> = moments.iter().map(hour_of).collect();
+        hours.dedup();
+        for hour in hours.iter().take(self.hourly as usize) {
+            expected.extend(moments.iter().find(|it| hour_of(it) == *hour));
+        }
+        assert!(expected.iter().eq(&kept), "{expected:?} {kept:?}");
+        counts.kept_for_hours += u64::from(kept.len() > without_hours);
         for (version, disks) in self.versions.iter().filter(|(it, _)| kept.contains(it)) {
             let to: Vec<PathBuf> = (0..disks.len())
                 .map(|number| PathBuf::from(format!("/out/{number}")))
@@ -361,6 +383,7 @@ impl Life {
 
 fn live(seed: u64, counts: &mut Counts) {
     let mut life = Life::new(seed);
+    life.hourly = life.dice.below(4) as u32;
     let mut disks: Disks = (0..1 + life.dice.below(3))
         .map(|_| {
             let bytes = 1 + life.dice.below(6 * CHUNK_BYTES as u64) as usize;
@@ -377,7 +400,7 @@ fn live(seed: u64, counts: &mut Counts) {
             file.sync("an image").unwrap();
         }
     }
-    for _ in 0..2 + life.dice.below(6) {
+    for _ in 0..2 + life.dice.below(9) {
         let next = match life.versions.is_empty() {
             true => disks.clone(),
             false => next_of(&disks, &mut life.dice),
@@ -417,6 +440,7 @@ fn replicas_live_through_anything() {
         restored,
         replaced,
         touched,
+        kept_for_hours,
     } = counts;
     let all = [
         killed,
@@ -428,6 +452,7 @@ fn replicas_live_through_anything() {
         restored,
         replaced,
         touched,
+        kept_for_hours,
     ];
     assert!(is_one || all.iter().all(|count| *count > 50), "{all:?}");
 }

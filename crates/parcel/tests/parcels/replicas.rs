@@ -5,7 +5,7 @@ use crate::machine::{Machine, is_a_moment};
 use crate::stage::{Dice, Stage};
 use longhaul_parcel::{
     JobError, Newest, Replica, ReplicaDisk, ReplicaId, ReplicaLink, ReplicaSpec, Replicated,
-    Replication, Schedule, Step,
+    Replication, Retention, Schedule, Step,
 };
 use longhaul_storage::disk::ExportSize;
 use std::fs::{self, OpenOptions};
@@ -60,7 +60,7 @@ impl Destination {
                 id,
                 guest: "web".into(),
                 from: "lyon".into(),
-                keep: KEEP as u32,
+                keep: Retention::last(KEEP as u32),
                 every_s: 0,
                 disks: disks.collect(),
             };
@@ -210,7 +210,7 @@ fn schedule() -> Schedule {
     Schedule {
         to: "paris".into(),
         every_s: 600,
-        keep: KEEP as u32,
+        keep: Retention::last(KEEP as u32),
         no_freeze: false,
     }
 }

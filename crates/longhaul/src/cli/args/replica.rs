@@ -1,9 +1,14 @@
 //! The arguments of replicas.
 
 use super::{OtherSide, parse_duration};
+use clap::builder::RangedI64ValueParser;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use std::time::Duration;
+
+fn periods() -> RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(0..=1000)
+}
 
 #[derive(Debug, Args)]
 pub(crate) struct ReplicateArgs {
@@ -15,7 +20,7 @@ pub(crate) struct ReplicateArgs {
     /// Time from one version to the next: 10s to 7d
     #[arg(long, value_name = "TIME", default_value = "10min", value_parser = parse_duration)]
     pub(crate) every: Duration,
-    /// How many versions the other host keeps
+    /// How many of the last versions the other host keeps
     #[arg(
         long,
         value_name = "NUMBER",
@@ -23,6 +28,15 @@ pub(crate) struct ReplicateArgs {
         value_parser = clap::value_parser!(u32).range(1..=1000)
     )]
     pub(crate) keep: u32,
+    /// For how many hours it also keeps the last version of each, in UTC
+    #[arg(long, value_name = "NUMBER", default_value = "0", value_parser = periods())]
+    pub(crate) keep_hourly: u32,
+    /// The same for days
+    #[arg(long, value_name = "NUMBER", default_value = "0", value_parser = periods())]
+    pub(crate) keep_daily: u32,
+    /// The same for weeks, from Monday
+    #[arg(long, value_name = "NUMBER", default_value = "0", value_parser = periods())]
+    pub(crate) keep_weekly: u32,
     /// Do not freeze the guest's file systems, also if its agent could do that
     #[arg(long)]
     pub(crate) no_freeze: bool,

@@ -1,9 +1,12 @@
 //! Formats replications and replicas.
 
 use crate::cli::paint::{Line, Tone, head, table};
+use crate::cli::parcel::count;
 use crate::cli::replica::{RestoredDocument, tone};
 use crate::cli::show::figure;
-use longhaul_api::{FailedOver, OtherSide, Replica, ReplicaVersion, Replication, ReplicationState};
+use longhaul_api::{
+    FailedOver, OtherSide, Replica, ReplicaVersion, Replication, ReplicationState, Retention,
+};
 use longhaul_protocol::units::show_bytes;
 
 /// What is not known.
@@ -83,15 +86,37 @@ pub(crate) fn replications(all: &[Replication], now_unix_ms: u64) -> Vec<Line> {
     lines
 }
 
+/// Formats which versions are kept.
+fn kept(keep: Retention) -> String {
+    let mut text = count(keep.last.into(), "version");
+    let periods = [
+        (keep.hourly, "hour"),
+        (keep.daily, "day"),
+        (keep.weekly, "week"),
+    ];
+    let periods = periods.iter().filter(|(number, _)| *number > 0);
+    let each: Vec<String> = periods
+        .map(|(number, period)| count((*number).into(), period))
+        .collect();
+    if let Some((last, others)) = each.split_last() {
+        let others = match others {
+            [] => String::new(),
+            others => format!("{} and ", others.join(", ")),
+        };
+        text.push_str(&format!(", and one for each of {others}{last}"));
+    }
+    text
+}
+
 /// Formats a replication that was begun.
 pub(crate) fn begun(one: &Replication) -> Vec<Line> {
     let first = Line::default().tone(Tone::Good, "✓ ").plain(format!(
-        "{} is replicated to {} every {}; {} keeps {} versions",
+        "{} is replicated to {} every {}; {} keeps {}",
         one.guest,
         one.to,
         time(one.every_s),
         one.to,
-        one.keep
+        kept(one.keep)
     ));
     let next = Line::text("  how it goes:  ").tone(Tone::Strong, "longhaul replicate");
     vec![first, next]
@@ -261,7 +286,12 @@ mod tests {
             guest: "web-7".to_owned(),
             from: "lyon".to_owned(),
             every_s: 600,
-            keep: 24,
+            keep: Retention {
+                last: 24,
+                hourly: 0,
+                daily: 7,
+                weekly: 1,
+            },
             versions: vec![
                 version(6, 1500, true),
                 version(7, 900, true),
@@ -276,6 +306,17 @@ mod tests {
 
     #[test]
     fn times_are_said_once() {
+        let keep = replica().keep;
+        assert_eq!(
+            kept(keep),
+            "24 versions, and one for each of 7 days and 1 week"
+        );
+        let only = Retention {
+            last: 1,
+            daily: 0,
+            ..keep
+        };
+        assert_eq!(kept(only), "1 version, and one for each of 1 week");
         assert_eq!(
             [10, 90, 600, 7200, 604_800].map(time),
             ["10 s", "90 s", "10 min", "2 h", "7 days"]
