@@ -19,6 +19,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+/// The kind of a patch.
+const KIND_PATCH: usize = 16;
+
 /// What an input did, so that seeds can be judged.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Done {
@@ -258,6 +261,7 @@ impl Peer<'_> {
             8 => self.put_wrong_version(),
             9 => {
                 let (kind, length) = (self.input.below(5), self.input.byte());
+                let kind = if kind == 4 { KIND_PATCH } else { kind };
                 let rest = self.input.bytes(length.into());
                 self.put_raw(kind as u8, rest);
             }

@@ -17,7 +17,7 @@ pub use check::{Checked, CheckedDisk, Verdict};
 pub use document::{Confirmation, JobDisk, JobGuest, Seal, SealedDisk, Shipment};
 pub use error::JobError;
 pub use moment::{Frozen, Tracking, Untracked};
-pub use replication::{Newest, ReplicaLink, Replicated, Replication, Schedule};
+pub use replication::{Asked, Newest, ReplicaLink, Replicated, Replication, Schedule};
 pub use status::{Attachment, DeviceStatus, DiskStatus, GuestStatus, Reading, Status};
 
 use crate::cell::CELL_BYTES;

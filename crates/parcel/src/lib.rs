@@ -39,9 +39,10 @@ pub use device::{Device, DeviceError};
 pub use header::{Earlier, GENERATIONS_MAX, Header, HeaderError, ParcelId, Proof};
 pub use import::{ImportError, Imported, ImportedDisk, ImportedGuest, import};
 pub use job::{
-    Attachment, Checked, CheckedDisk, Confirmation, DeviceStatus, DiskStatus, Frozen, GuestStatus,
-    Job, JobDisk, JobError, JobGuest, MomentOf, Newest, Reading, ReplicaLink, Replicated,
-    Replication, Schedule, Seal, SealedDisk, Shipment, Status, Step, Tracking, Untracked, Verdict,
+    Asked, Attachment, Checked, CheckedDisk, Confirmation, DeviceStatus, DiskStatus, Frozen,
+    GuestStatus, Job, JobDisk, JobError, JobGuest, MomentOf, Newest, Reading, ReplicaLink,
+    Replicated, Replication, Schedule, Seal, SealedDisk, Shipment, Status, Step, Tracking,
+    Untracked, Verdict,
 };
 pub use key::{DataKey, Fingerprint, KeyError};
 pub use layout::{DEVICES_MAX, Layout, LayoutError, Roles};

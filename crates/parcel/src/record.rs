@@ -224,6 +224,12 @@ pub(crate) struct Packer {
     packed: Vec<u8>,
 }
 
+impl fmt::Debug for Packer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Packer")
+    }
+}
+
 impl Packer {
     /// Compresses content.
     fn pack(&mut self, content: &[u8]) -> io::Result<()> {
@@ -268,6 +274,14 @@ impl Packer {
     }
 }
 
+/// Returns the numbers of the disk and the chunk of a chunk's record.
+pub(crate) fn chunk_of(rest: &[u8]) -> Option<(u32, u64)> {
+    let (_, rest) = rest.split_first_chunk::<4>()?;
+    let (disk, rest) = rest.split_first_chunk()?;
+    let (chunk, _) = rest.split_first_chunk()?;
+    Some((u32::from_le_bytes(*disk), u64::from_le_bytes(*chunk)))
+}
+
 /// Returns whether all bytes are zero; many at a time.
 pub(crate) fn is_zero(content: &[u8]) -> bool {
     let mut parts = content.chunks(64);
@@ -281,7 +295,7 @@ impl Chunk {
         Packer::default().encode((self.guest, self.disk, self.chunk), content)
     }
 
-    fn decode(rest: &[u8]) -> Result<Self, RecordError> {
+    pub(crate) fn decode(rest: &[u8]) -> Result<Self, RecordError> {
         const SHORT: RecordError = RecordError::Contradiction("a chunk is too short");
         let (guest, rest) = rest.split_first_chunk().ok_or(SHORT)?;
         let (disk, rest) = rest.split_first_chunk().ok_or(SHORT)?;

@@ -8,6 +8,7 @@
 mod apply;
 mod document;
 mod error;
+pub(crate) mod patch;
 mod records;
 mod restore;
 mod retention;
@@ -19,12 +20,13 @@ pub use error::ReplicaError;
 pub use retention::Retention;
 
 use crate::lock::{FolderLock, lock_folder};
-use crate::record::{CHUNK_BYTES, Chunk, Guest, Record, Version};
+use crate::record::{CHUNK_BYTES, Chunk, Guest, Packer, Record, Version, is_zero};
 use crate::room::{Places, used_bytes};
 use crate::tree::Tree;
-use document::Document;
+use document::{CHUNKS_MAX, Document};
 use error::io_at;
 use longhaul_storage::files::{Access, OpenFile, RealFiles};
+use patch::{KIND_PATCH, Patch};
 use records::Collected;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -50,6 +52,8 @@ pub struct Replica {
     opened: Vec<(u64, u64)>,
     /// What arrives, if there is a version already.
     collected: Option<Collected>,
+    /// Encodes chunks that were patched.
+    packer: Packer,
     /// Whether it is not known which document is durable.
     is_in_doubt: bool,
     /// Keeps other processes away.
@@ -129,6 +133,7 @@ impl Replica {
             open: Vec::new(),
             opened: Vec::new(),
             collected: None,
+            packer: Packer::default(),
             is_in_doubt: true,
             lock: None,
         }
@@ -360,6 +365,9 @@ impl Replica {
     /// When it is not one of this replica, a version does not have the digests that it says, or a
     /// file cannot be written. Then the version that arrives is lost, and the last one stays.
     pub fn put(&mut self, kind: u8, rest: &[u8]) -> Result<(), ReplicaError> {
+        if kind == KIND_PATCH {
+            return self.put_patch(&Patch::decode(rest)?);
+        }
         match Record::decode(kind, rest)? {
             Record::Guest(guest) => self.put_guest(&guest),
             Record::Chunk(chunk) => self.put_chunk(chunk, rest),
@@ -391,6 +399,52 @@ impl Replica {
             open.bytes = disk.bytes;
         }
         Ok(())
+    }
+
+    /// Returns which blocks of a chunk have other digests here, from the lowest bit on. All, if
+    /// nothing is there to be compared.
+    ///
+    /// # Errors
+    /// When there is no such chunk, or it cannot be read.
+    pub fn differing(&self, disk: usize, chunk: u64, digests: &[u8]) -> Result<u64, ReplicaError> {
+        Ok(match self.content_of(disk, chunk)? {
+            Some(content) => patch::differing(&content, digests),
+            None => u64::MAX,
+        })
+    }
+
+    /// Returns what the newest version has of a chunk; `None` if there is no version, or the chunk
+    /// has arrived already.
+    fn content_of(&self, at: usize, chunk: u64) -> Result<Option<Vec<u8>>, ReplicaError> {
+        const WRONG: ReplicaError = ReplicaError::Contradiction("a chunk is of no disk");
+        let open = self.open.get(at).ok_or(WRONG)?;
+        let had = self.newest().and_then(|newest| newest.disks.get(at));
+        let (Some(collected), Some(had)) = (&self.collected, had) else {
+            return Ok(None);
+        };
+        if chunk > CHUNKS_MAX || collected.has((at, chunk)) {
+            return Ok(None);
+        }
+        let mut content = vec![0; length_of(chunk, had.bytes)];
+        let read = open.image.read_at(chunk * CHUNK_BYTES as u64, &mut content);
+        let path = self.document.spec.disks.get(at).map(|disk| &disk.path);
+        read.map_err(io_at(path.unwrap_or(&self.folder)))?;
+        Ok(Some(content))
+    }
+
+    fn put_patch(&mut self, patch: &Patch) -> Result<(), ReplicaError> {
+        const WRONG: ReplicaError = ReplicaError::Contradiction("a patch does not fit");
+        let at = patch.disk as usize;
+        let bytes = self.open.get(at).map_or(0, |open| open.bytes);
+        if length_of(patch.chunk, bytes) != patch.length {
+            return Err(WRONG);
+        }
+        let content = self.content_of(at, patch.chunk)?.ok_or(WRONG)?;
+        let (content, digest) = patch.apply(content).ok_or(WRONG)?;
+        let content = Some(&*content).filter(|content| !is_zero(content));
+        let rest = self.packer.encode((0, patch.disk, patch.chunk), content)?;
+        let collected = self.collected.as_mut().ok_or(WRONG)?;
+        collected.add((at, patch.chunk), &rest, digest)
     }
 
     fn put_chunk(&mut self, chunk: Chunk, rest: &[u8]) -> Result<(), ReplicaError> {

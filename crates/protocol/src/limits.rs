@@ -43,6 +43,8 @@ pub const SAMPLES_MAX: usize = 1024;
 pub const REPLICA_RECORD_BYTES_MAX: usize = 1 << 20;
 /// Most bytes of digests in one answer of a replica.
 pub const REPLICA_DIGESTS_BYTES_MAX: usize = 128 << 10;
+/// The maximum number of bytes of the digests of a chunk's blocks: 16 for each of 64.
+pub const REPLICA_BLOCKS_BYTES_MAX: usize = 1024;
 /// Most disks of a replica.
 pub const REPLICA_DISKS_MAX: usize = 256;
 /// Largest disk of a replica, in bytes.

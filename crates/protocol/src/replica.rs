@@ -5,8 +5,8 @@
 
 use crate::guest::GuestDescription;
 use crate::limits::{
-    NAME_BYTES_MAX, REPLICA_DIGESTS_BYTES_MAX, REPLICA_DISK_BYTES_MAX, REPLICA_DISKS_MAX,
-    REPLICA_RECORD_BYTES_MAX,
+    NAME_BYTES_MAX, REPLICA_BLOCKS_BYTES_MAX, REPLICA_DIGESTS_BYTES_MAX, REPLICA_DISK_BYTES_MAX,
+    REPLICA_DISKS_MAX, REPLICA_RECORD_BYTES_MAX,
 };
 use crate::message::Refusal;
 use crate::wire::{Message, WireError, limit};
@@ -86,6 +86,15 @@ pub enum ToReplica {
         /// The first chunk.
         first: u64,
     },
+    /// Asks for [`FromReplica::Blocks`] of a chunk of a disk.
+    QueryBlocks {
+        /// The number of the disk in the offer.
+        disk: u32,
+        /// The chunk.
+        chunk: u64,
+        /// For each block of 4096 bytes, the first 16 bytes of its SHA-256 digest.
+        digests: Vec<u8>,
+    },
 }
 
 /// A message from the host that keeps a replica.
@@ -115,6 +124,11 @@ pub enum FromReplica {
         /// The generation of the right to run it.
         generation: u64,
     },
+    /// Which blocks of a chunk have other digests here: a bit for each, from the lowest on.
+    Blocks {
+        /// The bits.
+        mask: u64,
+    },
 }
 
 impl Message for ToReplica {
@@ -123,6 +137,10 @@ impl Message for ToReplica {
             Self::Record { rest, .. } => {
                 let bytes = rest.len() as u64;
                 limit("a record", bytes, REPLICA_RECORD_BYTES_MAX as u64)
+            }
+            Self::QueryBlocks { digests, .. } => {
+                let bytes = digests.len() as u64;
+                limit("digests of blocks", bytes, REPLICA_BLOCKS_BYTES_MAX as u64)
             }
             Self::Mark { .. } | Self::QueryDigests { .. } => Ok(()),
         }
@@ -137,6 +155,7 @@ impl Message for FromReplica {
                 limit("digests", bytes, REPLICA_DIGESTS_BYTES_MAX as u64)
             }
             Self::Begun { .. }
+            | Self::Blocks { .. }
             | Self::Marked { .. }
             | Self::Refused(_)
             | Self::Superseded { .. } => Ok(()),
@@ -163,6 +182,14 @@ mod tests {
         let (newest, same) = (None, false);
         is_in_page(encode(&FromReplica::Begun { newest, same }).unwrap());
         is_in_page(encode(&FromReplica::Superseded { generation: 300 }).unwrap());
+        let (disk, chunk, digests) = (1, 300, [0x5a; 16].to_vec());
+        let query = ToReplica::QueryBlocks {
+            disk,
+            chunk,
+            digests,
+        };
+        is_in_page(encode(&query).unwrap());
+        is_in_page(encode(&FromReplica::Blocks { mask: 1 }).unwrap());
     }
 
     #[test]
@@ -179,5 +206,12 @@ mod tests {
         assert!(encode(&record(REPLICA_RECORD_BYTES_MAX + 1)).is_err());
         let digests = vec![0; REPLICA_DIGESTS_BYTES_MAX + 1];
         assert!(encode(&FromReplica::Digests { digests }).is_err());
+        let query = |bytes| ToReplica::QueryBlocks {
+            disk: 0,
+            chunk: 0,
+            digests: vec![0; bytes],
+        };
+        assert!(encode(&query(REPLICA_BLOCKS_BYTES_MAX)).is_ok());
+        assert!(encode(&query(REPLICA_BLOCKS_BYTES_MAX + 1)).is_err());
     }
 }

@@ -121,6 +121,14 @@ fn take(replica: &mut Replica, message: ToReplica) -> Result<Option<FromReplica>
             };
             Ok(Some(FromReplica::Digests { digests }))
         }
+        ToReplica::QueryBlocks {
+            disk,
+            chunk,
+            digests,
+        } => {
+            let mask = replica.differing(disk as usize, chunk, &digests)?;
+            Ok(Some(FromReplica::Blocks { mask }))
+        }
     }
 }
 

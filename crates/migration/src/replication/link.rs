@@ -6,9 +6,10 @@ use crate::limits::bandwidth::Share;
 use crate::status::failure;
 use crate::status::registry::Taken;
 use longhaul_api::{ApiError, ErrorCode};
-use longhaul_parcel::{Newest, ReplicaLink};
+use longhaul_parcel::{Asked, Newest, ReplicaLink};
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::replica::{FromReplica, ReplicaOffer, ToReplica};
+use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -119,6 +120,10 @@ pub(super) struct Link {
     unmarked_bytes: u64,
     /// The last mark that was sent, and the last one that was reached.
     marks: (u32, u32),
+    /// Questions about blocks whose answers were not used.
+    questions: usize,
+    answers: VecDeque<u64>,
+    asked: Asked,
     sent_bytes: Arc<AtomicU64>,
 }
 
@@ -153,6 +158,9 @@ impl Link {
             },
             unmarked_bytes: 0,
             marks: (0, 0),
+            questions: 0,
+            answers: VecDeque::new(),
+            asked: Asked::default(),
             sent_bytes: Arc::default(),
         })
     }
@@ -221,20 +229,45 @@ impl Link {
         }
     }
 
+    /// Takes an answer to a mark or to a question about blocks. They come in the order of what they
+    /// answer.
+    async fn take_answer(&mut self) -> io::Result<()> {
+        match self.answer().await? {
+            FromReplica::Marked { number } if number == self.marks.1 + 1 => {
+                self.marks.1 = number;
+                Ok(())
+            }
+            FromReplica::Blocks { mask } if self.answers.len() < self.questions => {
+                self.answers.push_back(mask);
+                Ok(())
+            }
+            _ => Err(unfit()),
+        }
+    }
+
     async fn mark(&mut self, durable: bool) -> io::Result<()> {
         let number = self.marks.0 + 1;
         self.send(&ToReplica::Mark { number, durable })?;
         (self.marks.0, self.unmarked_bytes) = (number, 0);
         let ahead = if durable { 0 } else { MARKS_AHEAD };
         while self.marks.0 - self.marks.1 > ahead {
-            match self.answer().await? {
-                FromReplica::Marked { number } if number == self.marks.1 + 1 => {
-                    self.marks.1 = number;
-                }
-                _ => return Err(unfit()),
-            }
+            self.take_answer().await?;
         }
         Ok(())
+    }
+}
+
+impl Link {
+    /// Counts what was sent, and keeps its rate and what is under way within their limits.
+    fn has_sent(&mut self, bytes: u64) -> io::Result<()> {
+        self.sent_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.unmarked_bytes += bytes;
+        let handle = self.handle.clone();
+        handle.block_on(self.pace.wait(bytes));
+        match self.unmarked_bytes >= MARK_BYTES {
+            true => handle.block_on(self.mark(false)),
+            false => Ok(()),
+        }
     }
 }
 
@@ -268,15 +301,33 @@ impl ReplicaLink for Link {
             kind,
             rest: rest.to_vec(),
         })?;
-        let bytes = rest.len() as u64;
-        self.sent_bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.unmarked_bytes += bytes;
+        self.has_sent(rest.len() as u64)
+    }
+
+    fn ask(&mut self, disk: u32, chunk: u64, digests: &[u8]) -> io::Result<()> {
+        self.send(&ToReplica::QueryBlocks {
+            disk,
+            chunk,
+            digests: digests.to_vec(),
+        })?;
+        self.questions += 1;
+        self.has_sent(digests.len() as u64)
+    }
+
+    fn differing(&mut self) -> io::Result<u64> {
         let handle = self.handle.clone();
-        handle.block_on(self.pace.wait(bytes));
-        match self.unmarked_bytes >= MARK_BYTES {
-            true => handle.block_on(self.mark(false)),
-            false => Ok(()),
+        while self.questions > 0 {
+            if let Some(mask) = self.answers.pop_front() {
+                self.questions -= 1;
+                return Ok(mask);
+            }
+            handle.block_on(self.take_answer())?;
         }
+        Err(unfit())
+    }
+
+    fn asked(&mut self) -> &mut Asked {
+        &mut self.asked
     }
 
     fn sync(&mut self) -> io::Result<()> {

@@ -1,9 +1,11 @@
 //! Reads and encodes the chunks of a disk: in several threads, and in bounded memory.
 
+use super::copier::Encoded;
 use super::rests::Rests;
 use crate::aligned::Aligned;
 use crate::direct::DirectReads;
-use crate::record::{CHUNK_BYTES, KIND_CHUNK, Packer, RecordError, is_zero};
+use crate::record::{CHUNK_BYTES, Packer, RecordError, is_zero};
+use crate::replica::patch;
 use crate::tree::{Before, Tree};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use longhaul_storage::front::tracking::{Checkpoint, CheckpointError};
@@ -111,8 +113,7 @@ pub(super) enum ReadOrRecord {
 pub(super) enum Read {
     /// It is that of the version before, and was not read.
     Unchanged([u8; 32]),
-    /// The kind of the record, its bytes, and the digest of the chunk.
-    Encoded(u8, Vec<u8>, [u8; 32]),
+    Encoded(Encoded),
 }
 
 /// What became of a chunk.
@@ -135,6 +136,8 @@ pub(super) struct Reading<'a> {
     disk: (u32, u32),
     bytes: u64,
     before: Before,
+    /// Whether chunks may be patched.
+    patches: bool,
     packer: Packer,
     piece: Aligned,
     /// The chunks that the piece has.
@@ -143,17 +146,18 @@ pub(super) struct Reading<'a> {
 
 impl<'a> Reading<'a> {
     /// Prepares to read a disk: its numbers, and its length in bytes. `before` has the digests of
-    /// the version before.
+    /// the version before, and chunks of it may be patched or not.
     pub(super) fn new(
         content: Content<'a>,
         (disk, bytes): ((u32, u32), u64),
-        before: Before,
+        (before, patches): (Before, bool),
     ) -> Self {
         Self {
             content,
             disk,
             bytes,
             before,
+            patches,
             packer: Packer::default(),
             piece: Aligned::zeros(PIECE as usize * CHUNK_BYTES),
             has: 0..0,
@@ -261,7 +265,14 @@ impl Reading<'_> {
         let (guest, disk) = self.disk;
         let rest = self.packer.encode((guest, disk, chunk), content);
         let rest = rest.map_err(ReadOrRecord::Record)?;
-        Ok(Read::Encoded(KIND_CHUNK, rest, digest))
+        let has_changed = old.is_some_and(|old| *old != digest);
+        let content = content.filter(|content| patch::is_worth_asking(content, &rest));
+        let blocks = content.filter(|_| self.patches && has_changed);
+        Ok(Read::Encoded(Encoded {
+            blocks: blocks.map(patch::blocks_of),
+            rest,
+            digest,
+        }))
     }
 
     /// Reads chunks that fit into the piece.

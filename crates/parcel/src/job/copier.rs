@@ -6,7 +6,7 @@ use super::document::{self, Copied};
 use super::error::{JobError, io_at};
 use super::moment::{Moment, Tracking, Untracked};
 use crate::lock::{FolderLock, lock_folder};
-use crate::record::Record;
+use crate::record::{KIND_CHUNK, Record};
 use crate::writer::Writer;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -20,8 +20,18 @@ pub(super) trait Sink {
     /// Puts a record behind the others.
     fn put(&mut self, record: &Record) -> Result<(), JobError>;
 
-    /// Puts a record that was encoded before.
-    fn put_encoded(&mut self, kind: u8, rest: &[u8]) -> Result<(), JobError>;
+    /// Puts a chunk that was encoded before.
+    fn put_chunk(&mut self, chunk: Encoded) -> Result<(), JobError>;
+}
+
+/// A chunk that was read.
+#[derive(Debug)]
+pub(super) struct Encoded {
+    /// The rest of its record.
+    pub(super) rest: Vec<u8>,
+    pub(super) digest: [u8; 32],
+    /// The digests of its blocks, if it may be patched.
+    pub(super) blocks: Option<Vec<u8>>,
 }
 
 impl Sink for Writer {
@@ -29,8 +39,8 @@ impl Sink for Writer {
         Ok(Writer::put(self, record)?)
     }
 
-    fn put_encoded(&mut self, kind: u8, rest: &[u8]) -> Result<(), JobError> {
-        Ok(Writer::put_encoded(self, kind, rest)?)
+    fn put_chunk(&mut self, chunk: Encoded) -> Result<(), JobError> {
+        Ok(self.put_encoded(KIND_CHUNK, &chunk.rest)?)
     }
 }
 
@@ -38,6 +48,8 @@ impl Sink for Writer {
 pub(super) trait Document: Debug + Serialize + DeserializeOwned {
     /// Where the records go.
     type Sink: Sink + ?Sized;
+    /// Whether chunks may be patched there.
+    const PATCHES: bool;
 
     /// Makes durable what was put, and notes where that is.
     fn sync(&mut self, sink: &mut Self::Sink) -> Result<(), JobError>;

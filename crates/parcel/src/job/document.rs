@@ -236,6 +236,7 @@ pub(super) struct ParcelDocument {
 
 impl Document for ParcelDocument {
     type Sink = Writer;
+    const PATCHES: bool = false;
 
     fn sync(&mut self, writer: &mut Writer) -> Result<(), JobError> {
         self.position = Some(writer.sync()?);

@@ -305,11 +305,13 @@ impl<D: Document> Copier<D> {
                 }
             }
         }
+        // Before the first version all of it is sent.
+        let patches = D::PATCHES && !self.state.is_first;
         let mut readings = Vec::new();
         for content in contents {
             let before = Before::open(&before).map_err(io_at(&before))?;
             let disk = ((number as u32, at as u32), all);
-            readings.push(Reading::new(content, disk, before));
+            readings.push(Reading::new(content, disk, (before, patches)));
         }
         let mut saved = Instant::now();
         thread::scope(|scope| {
@@ -325,9 +327,10 @@ impl<D: Document> Copier<D> {
                 for (read, old) in batch.chunks {
                     let digest = match read {
                         Ok(Read::Unchanged(digest)) => digest,
-                        Ok(Read::Encoded(kind, rest, digest)) => {
+                        Ok(Read::Encoded(chunk)) => {
+                            let digest = chunk.digest;
                             if old != Some(digest) {
-                                sink.put_encoded(kind, &rest)?;
+                                sink.put_chunk(chunk)?;
                             }
                             digest
                         }

@@ -1,17 +1,19 @@
 //! The source of a replica: brings versions of a guest's disks to another host, again and again.
 
 use super::Step;
-use super::copier::{self, Copier, Document, Sink, parent_of};
+use super::copier::{self, Copier, Document, Encoded, Sink, parent_of};
 use super::document::{self, Copied, JobGuest, KnownGuest, Next};
 use super::error::{JobError, io_at};
 use super::moment::Tracking;
 use crate::header::Bytes16;
 use crate::lock::FolderLock;
-use crate::record::Record;
+use crate::record::{KIND_CHUNK, Packer, Record, chunk_of};
+use crate::replica::patch::{self, KIND_PATCH};
 use crate::replica::{ReplicaId, Retention};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use longhaul_storage::files::{RealFiles, replace};
 use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::Path;
@@ -20,6 +22,8 @@ use std::path::Path;
 const SCHEDULE: &str = "schedule.json";
 /// Bytes of a chunk's digest.
 const DIGEST_BYTES: usize = 32;
+/// Chunks that may wait for their answers: at most 32 MiB.
+const ASKED_MAX: usize = 128;
 
 /// The replica's host.
 pub trait ReplicaLink {
@@ -42,6 +46,21 @@ pub trait ReplicaLink {
     /// As above.
     fn put(&mut self, kind: u8, rest: &[u8]) -> io::Result<()>;
 
+    /// Asks which blocks of a chunk have other digests there.
+    ///
+    /// # Errors
+    /// As above.
+    fn ask(&mut self, disk: u32, chunk: u64, digests: &[u8]) -> io::Result<()>;
+
+    /// Waits for the answer to the next question: a bit for each block, from the lowest on.
+    ///
+    /// # Errors
+    /// As above.
+    fn differing(&mut self) -> io::Result<u64>;
+
+    /// Returns what this module keeps of the questions: nothing, at first.
+    fn asked(&mut self) -> &mut Asked;
+
     /// Waits until all records are durable there.
     ///
     /// # Errors
@@ -58,14 +77,49 @@ pub struct Newest {
     pub is_ours: bool,
 }
 
+/// Chunks about whose blocks the host was asked, in the order of the questions.
+#[derive(Debug, Default)]
+pub struct Asked {
+    chunks: VecDeque<Encoded>,
+    packer: Packer,
+}
+
+impl dyn ReplicaLink + '_ {
+    /// Sends what was asked about, until so many questions are left without their answers.
+    fn settle(&mut self, left: usize) -> Result<(), JobError> {
+        while self.asked().chunks.len() > left {
+            let mask = self.differing().map_err(JobError::Link)?;
+            let asked = self.asked();
+            let Some(chunk) = asked.chunks.pop_front() else {
+                return Ok(());
+            };
+            let patch = patch::encode(&chunk.rest, mask, &chunk.digest, &mut asked.packer)?;
+            let put = match patch {
+                Some(patch) => self.put(KIND_PATCH, &patch),
+                None => self.put(KIND_CHUNK, &chunk.rest),
+            };
+            put.map_err(JobError::Link)?;
+        }
+        Ok(())
+    }
+}
+
 impl Sink for dyn ReplicaLink + '_ {
     fn put(&mut self, record: &Record) -> Result<(), JobError> {
+        self.settle(0)?;
         let (kind, rest) = record.encode()?;
-        self.put_encoded(kind, &rest)
+        ReplicaLink::put(self, kind, &rest).map_err(JobError::Link)
     }
 
-    fn put_encoded(&mut self, kind: u8, rest: &[u8]) -> Result<(), JobError> {
-        ReplicaLink::put(self, kind, rest).map_err(JobError::Link)
+    fn put_chunk(&mut self, chunk: Encoded) -> Result<(), JobError> {
+        let Some(blocks) = &chunk.blocks else {
+            return ReplicaLink::put(self, KIND_CHUNK, &chunk.rest).map_err(JobError::Link);
+        };
+        let (disk, number) = chunk_of(&chunk.rest)
+            .ok_or_else(|| JobError::Link(io::Error::other("a chunk's record has no number")))?;
+        self.ask(disk, number, blocks).map_err(JobError::Link)?;
+        self.asked().chunks.push_back(chunk);
+        self.settle(ASKED_MAX)
     }
 }
 
@@ -84,8 +138,10 @@ struct ReplicationDocument {
 
 impl Document for ReplicationDocument {
     type Sink = dyn ReplicaLink;
+    const PATCHES: bool = true;
 
     fn sync(&mut self, link: &mut Self::Sink) -> Result<(), JobError> {
+        link.settle(0)?;
         link.sync().map_err(JobError::Link)
     }
 
@@ -268,6 +324,7 @@ impl Replication {
             known.bytes = RawDisk::open_to_read(&known.disk.path)?.size_bytes();
             sizes.push(known.bytes);
         }
+        *link.asked() = Asked::default();
         let newest = link.begin(&sizes).map_err(JobError::Link)?;
         let base = match (newest, self.copier.document.confirmed) {
             (Some(newest), Some(confirmed)) if newest.is_ours && newest.version == confirmed => {

@@ -156,6 +156,12 @@ impl Collected {
         self.writer.put(rest)
     }
 
+    /// Returns whether a chunk has arrived.
+    pub(super) fn has(&self, at: (usize, u64)) -> bool {
+        let known = self.chunks.get(&at);
+        known.is_some_and(|(_, digest)| *digest != UNKNOWN)
+    }
+
     /// Says that a chunk has another digest than is known.
     pub(super) fn forget(&mut self, at: (usize, u64)) {
         self.chunks.insert(at, (0, UNKNOWN));

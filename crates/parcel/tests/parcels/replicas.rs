@@ -4,10 +4,11 @@
 use crate::machine::{Machine, is_a_moment};
 use crate::stage::{Dice, Stage};
 use longhaul_parcel::{
-    JobError, Newest, Replica, ReplicaDisk, ReplicaId, ReplicaLink, ReplicaSpec, Replicated,
+    Asked, JobError, Newest, Replica, ReplicaDisk, ReplicaId, ReplicaLink, ReplicaSpec, Replicated,
     Replication, Retention, Schedule, Step,
 };
 use longhaul_storage::disk::ExportSize;
+use std::collections::VecDeque;
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -25,6 +26,9 @@ struct Destination {
     fails_in: Option<(u64, bool)>,
     /// Bytes of records that were sent.
     sent: u64,
+    /// What is kept of questions.
+    asked: Asked,
+    answers: VecDeque<u64>,
 }
 
 impl Destination {
@@ -35,6 +39,8 @@ impl Destination {
             replica: None,
             fails_in: None,
             sent: 0,
+            asked: Asked::default(),
+            answers: VecDeque::new(),
         }
     }
 
@@ -126,6 +132,7 @@ impl Destination {
 
 impl ReplicaLink for Destination {
     fn begin(&mut self, sizes: &[u64]) -> io::Result<Option<Newest>> {
+        self.answers.clear();
         self.call(|replica| {
             replica.begin(sizes).unwrap();
             let newest = replica.newest()?;
@@ -146,6 +153,22 @@ impl ReplicaLink for Destination {
     fn put(&mut self, kind: u8, rest: &[u8]) -> io::Result<()> {
         self.sent += rest.len() as u64;
         self.call(|replica| replica.put(kind, rest).unwrap())
+    }
+
+    fn ask(&mut self, disk: u32, chunk: u64, digests: &[u8]) -> io::Result<()> {
+        self.sent += digests.len() as u64;
+        let answer = self.call(|replica| replica.differing(disk as usize, chunk, digests))?;
+        self.answers.push_back(answer.unwrap());
+        Ok(())
+    }
+
+    fn differing(&mut self) -> io::Result<u64> {
+        self.call(|_| ())?;
+        Ok(self.answers.pop_front().unwrap())
+    }
+
+    fn asked(&mut self) -> &mut Asked {
+        &mut self.asked
     }
 
     fn sync(&mut self) -> io::Result<()> {
@@ -180,6 +203,8 @@ fn replicate(
                 replica: None,
                 fails_in: None,
                 sent: 0,
+                asked: Asked::default(),
+                answers: VecDeque::new(),
             },
         );
         let run = catch_unwind(AssertUnwindSafe(|| {
@@ -293,7 +318,10 @@ fn versions_of_a_replica_are_moments_and_lack_nothing() {
         assert!(
             restorable(versions.last().map_or(0, |(version, _)| *version)) || versions.is_empty()
         );
-        there.replica().verify(&mut |_| ()).unwrap();
+        // It may have been lost at last.
+        if !kept.is_empty() {
+            there.replica().verify(&mut |_| ()).unwrap();
+        }
     }
 }
 
@@ -330,7 +358,7 @@ fn a_later_version_costs_only_what_has_changed() {
     // In doubt, all of it is compared, and only what differs is sent.
     machine.is_tracked();
     let mut there = run(there, &machine);
-    assert!(there.sent < 600 << 10, "{} bytes for one chunk", there.sent);
+    assert!(there.sent < 8 << 10, "{} bytes for one block", there.sent);
     let newest = there.replica().newest().unwrap().version;
     assert_eq!(there.restored(newest)[0][behind as usize..][..8], [7; 8]);
 }
