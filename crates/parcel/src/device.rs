@@ -2,18 +2,13 @@
 
 use crate::bisect;
 use crate::cell::{BODY_BYTES, CELL_BYTES, Cell, NAME_BYTES, Name};
-use crate::direct::DirectMedium;
-use std::fmt::Debug;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Seek, SeekFrom};
-use std::os::unix::fs::FileTypeExt;
+use crate::media::{Found, LocalMedia, Media, Medium, SUFFIX};
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// The number of rows after which a writer syncs all devices. A power cut can damage at most this
 /// many rows.
 pub(crate) const SYNC_ROWS: u64 = 64;
-/// How the names of devices in folders end.
-const SUFFIX: &str = ".parcel";
 
 /// Why a device cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -53,73 +48,23 @@ pub enum DeviceError {
         /// How many it has.
         found: usize,
     },
+    /// Another command writes it.
+    #[error("{} is in use: another command writes it", .0.display())]
+    InUse(PathBuf),
+    /// The host to which it is attached does not give it.
+    #[error("{}: {text}", path.display())]
+    Refused {
+        /// The device.
+        path: PathBuf,
+        /// Why.
+        text: String,
+        /// What to do about it.
+        hint: Option<String>,
+    },
 }
 
 /// The fewest cells of a device: the first header, one row, and two more headers.
 const CELLS_MIN: u64 = 4;
-
-/// What holds the bytes of a device: a file or a block device, or what tests have in its place.
-pub(crate) trait Medium: Debug + Send + Sync {
-    /// Returns the length of a file in bytes.
-    fn length(&self) -> io::Result<u64>;
-    /// Reads until the buffer is full.
-    fn read_at(&self, at: u64, bytes: &mut [u8]) -> io::Result<()>;
-    /// Writes all of the bytes.
-    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()>;
-    /// Makes everything durable that was written.
-    fn sync(&self) -> io::Result<()>;
-    /// Drops what the system keeps of it in memory.
-    fn forget(&self) -> io::Result<()>;
-    /// Removes the file.
-    fn remove(&self, path: &Path) -> io::Result<()>;
-}
-
-/// A medium at its place.
-#[derive(Debug)]
-pub(crate) struct Found {
-    pub(crate) path: PathBuf,
-    pub(crate) medium: Box<dyn Medium>,
-    pub(crate) is_block: bool,
-    /// The bytes that it has, or of a new file those that are free.
-    pub(crate) bytes: u64,
-}
-
-/// Makes the name of a new file durable, where the file system can do that.
-fn sync_folder(folder: &Path) -> io::Result<()> {
-    match File::open(folder)?.sync_all() {
-        Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(()),
-        synced => synced,
-    }
-}
-
-/// Where devices are.
-pub(crate) trait Media {
-    /// Makes a new file in a folder, or opens a block device.
-    fn make(&self, at: &Path, name: &str) -> Result<Found, DeviceError>;
-    /// Opens a file, the only device in a folder, or a block device.
-    fn find(&self, at: &Path, writable: bool) -> Result<Found, DeviceError>;
-}
-
-/// The machine's own.
-struct RealMedia;
-
-#[cfg(test)]
-thread_local! {
-    /// What this thread's devices are on in place of the machine's own.
-    pub(crate) static MEDIA: std::cell::RefCell<Option<std::sync::Arc<dyn Media>>> =
-        const { std::cell::RefCell::new(None) };
-}
-
-#[cfg(test)]
-fn media() -> std::sync::Arc<dyn Media> {
-    let set = MEDIA.with(|media| media.borrow().clone());
-    set.unwrap_or_else(|| std::sync::Arc::new(RealMedia))
-}
-
-#[cfg(not(test))]
-fn media() -> RealMedia {
-    RealMedia
-}
 
 /// An open device.
 #[derive(Debug)]
@@ -132,89 +77,6 @@ pub struct Device {
     is_new: bool,
 }
 
-impl Media for RealMedia {
-    fn make(&self, at: &Path, name: &str) -> Result<Found, DeviceError> {
-        let fails = |path: &Path| {
-            let path = path.to_path_buf();
-            move |error| DeviceError::Io { path, error }
-        };
-        let kind = fs::metadata(at).map_err(fails(at))?.file_type();
-        let mut options = OpenOptions::new();
-        options.read(true).write(true);
-        let (path, file, bytes) = match (kind.is_dir(), kind.is_block_device()) {
-            (true, _) => {
-                let path = at.join(format!("{name}{SUFFIX}"));
-                let file = match options.create_new(true).open(&path) {
-                    Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                        return Err(DeviceError::NotEmpty(path));
-                    }
-                    opened => opened.map_err(fails(&path))?,
-                };
-                sync_folder(at).map_err(fails(at))?;
-                let room = nix::sys::statvfs::fstatvfs(&file);
-                let room = room.map_err(|errno| fails(&path)(errno.into()))?;
-                (path, file, room.blocks_available() * room.fragment_size())
-            }
-            (false, true) => {
-                let mut file = options.open(at).map_err(fails(at))?;
-                let size = file.seek(SeekFrom::End(0)).map_err(fails(at))?;
-                (at.to_path_buf(), file, size)
-            }
-            (false, false) => return Err(DeviceError::Unsuitable(at.to_path_buf())),
-        };
-        Ok(Found {
-            path,
-            medium: Box::new(DirectMedium::of(file, true)),
-            is_block: kind.is_block_device(),
-            bytes,
-        })
-    }
-
-    fn find(&self, at: &Path, writable: bool) -> Result<Found, DeviceError> {
-        let fails = |error| DeviceError::Io {
-            path: at.to_path_buf(),
-            error,
-        };
-        let path = match at.is_dir() {
-            false => at.to_path_buf(),
-            true => {
-                let entries = fs::read_dir(at).and_then(Iterator::collect::<io::Result<Vec<_>>>);
-                let paths = entries
-                    .map_err(fails)?
-                    .into_iter()
-                    .map(|entry| entry.path());
-                let is_one = |path: &PathBuf| {
-                    let name = path.file_name().and_then(|name| name.to_str());
-                    name.is_some_and(|name| name.ends_with(SUFFIX))
-                };
-                let mut found: Vec<PathBuf> = paths.filter(is_one).collect();
-                match (found.pop(), found.len()) {
-                    (Some(path), 0) => path,
-                    (last, others) => {
-                        let found = others + usize::from(last.is_some());
-                        let path = at.to_path_buf();
-                        return Err(DeviceError::Ambiguous { path, found });
-                    }
-                }
-            }
-        };
-        let mut options = OpenOptions::new();
-        let mut file = options
-            .read(true)
-            .write(writable)
-            .open(&path)
-            .map_err(fails)?;
-        let kind = fs::metadata(&path).map_err(fails)?.file_type();
-        let bytes = file.seek(SeekFrom::End(0)).map_err(fails)?;
-        Ok(Found {
-            path,
-            medium: Box::new(DirectMedium::of(file, writable)),
-            is_block: kind.is_block_device(),
-            bytes,
-        })
-    }
-}
-
 impl Device {
     /// Prepares a device that is to hold a parcel: a file of this name in a folder, or a block
     /// device whose first cell is zeros. It has room for `limit` bytes, or for as much as is free.
@@ -222,9 +84,22 @@ impl Device {
     /// # Errors
     /// When it is not empty, too small, or cannot be used.
     pub fn create(at: &Path, name: &str, limit: Option<u64>) -> Result<Self, DeviceError> {
-        let found = media().make(at, name)?;
+        Self::create_on(&LocalMedia, at, name, limit)
+    }
+
+    /// As [`create`](Self::create), on any media.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub fn create_on(
+        media: &dyn Media,
+        at: &Path,
+        name: &str,
+        limit: Option<u64>,
+    ) -> Result<Self, DeviceError> {
+        let found = media.make(at, name)?;
         let capacity = found.bytes.min(limit.unwrap_or(u64::MAX)) / CELL_BYTES as u64;
-        let mut device = Self::of(found, capacity);
+        let mut device = Self::with(found, capacity);
         device.is_new = !device.is_block;
         if capacity < CELLS_MIN {
             device.remove();
@@ -276,12 +151,25 @@ impl Device {
     /// # Errors
     /// When it cannot be opened.
     pub fn open(at: &Path, writable: bool) -> Result<Self, DeviceError> {
-        let found = media().find(at, writable)?;
-        let capacity = found.bytes.div_ceil(CELL_BYTES as u64);
-        Ok(Self::of(found, capacity))
+        Self::open_on(&LocalMedia, at, writable)
     }
 
-    fn of(found: Found, capacity: u64) -> Self {
+    /// As [`open`](Self::open), on any media.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_on(media: &dyn Media, at: &Path, writable: bool) -> Result<Self, DeviceError> {
+        let found = media.find(at, writable)?;
+        Ok(Self::of(found))
+    }
+
+    /// Prepares a medium that holds a parcel.
+    pub(crate) fn of(found: Found) -> Self {
+        let capacity = found.bytes.div_ceil(CELL_BYTES as u64);
+        Self::with(found, capacity)
+    }
+
+    fn with(found: Found, capacity: u64) -> Self {
         Self {
             path: found.path,
             medium: found.medium,
@@ -289,6 +177,16 @@ impl Device {
             capacity,
             is_new: false,
         }
+    }
+
+    /// Returns the length of a file in bytes.
+    pub(crate) fn length(&self) -> io::Result<u64> {
+        self.medium.length()
+    }
+
+    /// Removes its file.
+    pub(crate) fn remove_file(&self) -> io::Result<()> {
+        self.medium.remove(&self.path)
     }
 
     /// Returns the path of the file or the block device.

@@ -3,13 +3,16 @@
 //! of those that guests use.
 
 use crate::aligned::BLOCK_BYTES;
-use crate::device::Medium;
-use nix::fcntl::{OFlag, PosixFadviseAdvice, posix_fadvise};
+use crate::media::Medium;
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg, OFlag, PosixFadviseAdvice, posix_fadvise};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::thread::sleep;
+use std::time::Duration;
 
 /// Opens an open file again, for direct reads, and writes if it is writable. Returns `None` where
 /// the file system has none.
@@ -59,13 +62,48 @@ impl DirectReads {
 pub(crate) struct DirectMedium {
     file: File,
     direct: Option<File>,
+    /// Keeps other commands from writing it.
+    _lock: Option<Flock<File>>,
+}
+
+/// How often a lock is tried, and the time between two trials: udev has one while it looks at a
+/// block device.
+const LOCK_TRIALS: u32 = 5;
+const LOCK_PAUSE: Duration = Duration::from_millis(100);
+
+/// Locks an open file. Returns `None` if another command has locked it. A file system may have no
+/// locks.
+fn lock(file: &File) -> io::Result<Option<Option<Flock<File>>>> {
+    for trial in 1.. {
+        match Flock::lock(file.try_clone()?, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => return Ok(Some(Some(lock))),
+            Err((_, Errno::EWOULDBLOCK)) if trial < LOCK_TRIALS => sleep(LOCK_PAUSE),
+            Err((_, Errno::EWOULDBLOCK)) => break,
+            Err((_, Errno::ENOLCK | Errno::EOPNOTSUPP | Errno::ENOSYS)) => return Ok(Some(None)),
+            Err((_, errno)) => return Err(errno.into()),
+        }
+    }
+    Ok(None)
 }
 
 impl DirectMedium {
-    /// Prepares an open file, which may be written.
-    pub(crate) fn of(file: File, writable: bool) -> Self {
-        let direct = again(&file, writable);
-        Self { file, direct }
+    /// Prepares an open file that is only read.
+    pub(crate) fn to_read(file: File) -> Self {
+        Self {
+            direct: again(&file, false),
+            file,
+            _lock: None,
+        }
+    }
+
+    /// Prepares an open file, which is written. Returns `None` if another command writes it.
+    pub(crate) fn writable(file: File) -> io::Result<Option<Self>> {
+        let lock = lock(&file)?;
+        Ok(lock.map(|lock| Self {
+            direct: again(&file, true),
+            file,
+            _lock: lock,
+        }))
     }
 
     /// Reads or writes directly. Returns `None` where that is not possible.
@@ -127,7 +165,7 @@ mod tests {
             .create_new(true)
             .open(&path)
             .unwrap();
-        let medium = DirectMedium::of(file, true);
+        let medium = DirectMedium::writable(file).unwrap().unwrap();
         let mut block = Aligned::zeros(2 * BLOCK_BYTES);
         block.bytes_mut().fill(3);
         medium.write_at(0, block.bytes()).unwrap();

@@ -24,6 +24,7 @@ use crate::cell::CELL_BYTES;
 use crate::device::Device;
 use crate::key::DataKey;
 use crate::lock::FolderLock;
+use crate::media::{LocalMedia, Media};
 use crate::reader::Parcel;
 use crate::tree::Tree;
 use crate::writer::Writer;
@@ -33,6 +34,7 @@ use error::io_at;
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use rests::Rests;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How often the job is made durable: a job that is interrupted repeats at most so much.
@@ -88,6 +90,8 @@ pub struct MomentOf {
 pub struct Job {
     copier: Copier<ParcelDocument>,
     key: DataKey,
+    /// Where its devices are.
+    media: Arc<dyn Media>,
 }
 
 impl Job {
@@ -100,6 +104,7 @@ impl Job {
         Ok(Self {
             key: document.key.parse()?,
             copier: Copier::new(folder, state, document),
+            media: Arc::new(LocalMedia),
         })
     }
 
@@ -122,6 +127,13 @@ impl Job {
     #[must_use]
     pub fn with_tracking(mut self, tracking: impl Tracking + 'static) -> Self {
         self.copier.tracking = Box::new(tracking);
+        self
+    }
+
+    /// Says where its devices are, which is on this machine otherwise.
+    #[must_use]
+    pub fn with_media(mut self, media: Arc<dyn Media>) -> Self {
+        self.media = media;
         self
     }
 
@@ -211,7 +223,7 @@ impl Job {
         let open = |writable| {
             let paths = self.copier.document.devices.iter();
             paths
-                .map(|path| Device::open(path, writable))
+                .map(|path| Device::open_on(&*self.media, path, writable))
                 .collect::<Result<Vec<_>, _>>()
         };
         if self.copier.document.sealed {

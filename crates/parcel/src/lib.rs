@@ -21,6 +21,7 @@ mod layout;
 mod lives;
 mod lock;
 mod log;
+mod media;
 mod parity;
 pub mod plan;
 mod queue;
@@ -47,6 +48,7 @@ pub use job::{
 pub use key::{DataKey, Fingerprint, KeyError};
 pub use layout::{DEVICES_MAX, Layout, LayoutError, Roles};
 pub use log::{LogReader, PLAIN_BYTES};
+pub use media::{Found, LocalMedia, Media, Medium, SharedPlace};
 pub use reader::{Damage, OpenError, Parcel, ReadError, Report};
 pub use record::{
     CHUNK_BYTES, Chunk, Disk, Guest, MomentId, Record, RecordError, Version, VersionDisk,

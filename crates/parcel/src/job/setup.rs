@@ -9,6 +9,7 @@ use crate::device::Device;
 use crate::header::check_name;
 use crate::key::DataKey;
 use crate::layout::Layout;
+use crate::media::{LocalMedia, Media};
 use crate::reader::header_at;
 use crate::record::{Disk, Guest, Record};
 use crate::room::used_bytes;
@@ -19,6 +20,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The most characters of a site's name.
 const SITE_CHARS_MAX: usize = 100;
@@ -74,6 +76,7 @@ impl Job {
                 },
             ),
             key,
+            media: Arc::new(LocalMedia),
         };
         job.copier.save()?;
         drop(lock);
@@ -90,7 +93,22 @@ impl Job {
         (devices, limit): (&[PathBuf], Option<u64>),
         guests: Vec<JobGuest>,
     ) -> Result<Self, JobError> {
-        let mut job = Self::make(folder, settings)?;
+        let media = Arc::new(LocalMedia);
+        Self::create_on(media, folder, settings, (devices, limit), guests)
+    }
+
+    /// As [`create`](Self::create), with devices on any media.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub fn create_on(
+        media: Arc<dyn Media>,
+        folder: &Path,
+        settings: &Settings,
+        (devices, limit): (&[PathBuf], Option<u64>),
+        guests: Vec<JobGuest>,
+    ) -> Result<Self, JobError> {
+        let mut job = Self::make(folder, settings)?.with_media(media);
         let begun = job.add(guests);
         let begun = begun.and_then(|()| job.begin(devices, limit, settings.now));
         if begun.is_err() {
@@ -236,7 +254,7 @@ impl Job {
         }
         let mut places = BTreeSet::new();
         for at in devices {
-            if !places.insert(fs::canonicalize(at).map_err(io_at(at))?) {
+            if !places.insert(self.media.place(at).map_err(io_at(at))?) {
                 let at = at.display().to_string();
                 return Err(JobError::Twice("device", at));
             }
@@ -276,7 +294,7 @@ impl Job {
     fn write_first(&self, at: &[PathBuf], limit: Option<u64>) -> Result<Writer, JobError> {
         let mut devices: Vec<Device> = Vec::new();
         for (number, at) in at.iter().enumerate() {
-            match Device::create(at, &self.device_name(number), limit) {
+            match Device::create_on(&*self.media, at, &self.device_name(number), limit) {
                 Ok(device) => devices.push(device),
                 Err(error) => {
                     devices.iter().for_each(Device::remove);
@@ -302,14 +320,18 @@ impl Job {
     fn clear(&self, devices: &[PathBuf]) -> Result<(), JobError> {
         for (number, at) in devices.iter().enumerate() {
             let path = at.join(format!("{}.parcel", self.device_name(number)));
-            let length = match fs::metadata(&path) {
-                Ok(file) if file.is_file() => file.len(),
-                _ => continue,
+            // Where no such file is, there is nothing to remove.
+            let Ok(found) = self.media.find(&path, true) else {
+                continue;
             };
-            let is_ours = match length {
+            if found.is_block || found.path != path {
+                continue;
+            }
+            let device = Device::of(found);
+            let is_ours = match device.length().map_err(io_at(&path))? {
                 0 => true,
                 length if length <= CELL_BYTES as u64 => {
-                    let header = header_at(&Device::open(&path, false)?, 0);
+                    let header = header_at(&device, 0);
                     let fingerprint = self.key.fingerprint()?;
                     // A torn cell has no header.
                     header.is_ok_and(|it| it.is_none_or(|(it, _)| it.key == fingerprint))
@@ -317,7 +339,7 @@ impl Job {
                 _ => false,
             };
             if is_ours {
-                fs::remove_file(&path).map_err(io_at(&path))?;
+                device.remove_file().map_err(io_at(&path))?;
             }
         }
         Ok(())
@@ -330,7 +352,7 @@ impl Job {
                 parcel: self.copier.document.name.clone(),
                 path: path.clone(),
             };
-            let device = Device::open(path, false)?;
+            let device = Device::open_on(&*self.media, path, false)?;
             let (header, proof) = header_at(&device, 0)?.ok_or_else(other)?;
             let is_ours = header.key == self.key.fingerprint()?
                 && proof.is_by(&self.key.of_headers(&header.parcel)?);

@@ -276,7 +276,7 @@ impl Job {
         if self.copier.document.position.is_none() {
             return absent("nothing was written to it".to_owned());
         }
-        let device = match Device::open(path, false) {
+        let device = match Device::open_on(&*self.media, path, false) {
             Ok(device) => device,
             Err(error) => return absent(error.to_string()),
         };

@@ -2,9 +2,10 @@
 
 use crate::bisect::PROBES;
 use crate::cell::{BODY_BYTES, CELL_BYTES, Cell, Kind, Name};
-use crate::device::{DeviceError, Found, Media, Medium};
+use crate::device::DeviceError;
 use crate::header::Header;
 use crate::lives::dice::{Dice, Killed};
+use crate::media::{Found, Media, Medium};
 use nix::errno::Errno;
 use ring::digest::{SHA256, digest};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -304,6 +305,10 @@ impl Media for Bench {
                 false => disk.length,
             },
         })
+    }
+
+    fn place(&self, at: &Path) -> io::Result<PathBuf> {
+        Ok(at.to_path_buf())
     }
 }
 

@@ -1,13 +1,14 @@
 //! What lives of parcels have found, one by one.
 
 use crate::cell::BODY_BYTES;
-use crate::device::{Device, DeviceError, MEDIA};
+use crate::device::{Device, DeviceError};
 use crate::import::{ImportError, import_to};
 use crate::job::{Job, JobDisk, JobError, JobGuest};
 use crate::key::DataKey;
 use crate::lives::bench::{Bench, Disk, Event};
 use crate::lives::dice::Dice;
 use crate::lives::places::Memory;
+use crate::media::MEDIA;
 use crate::reader::{OpenError, Parcel};
 use crate::record::{CHUNK_BYTES, Chunk, Guest, Record, Version, VersionDisk};
 use crate::tree::{Tree, text};

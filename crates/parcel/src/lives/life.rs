@@ -1,7 +1,7 @@
 //! The life of a parcel at its source.
 
 use crate::cell::{CELL_BYTES, Cell, Kind, Name};
-use crate::device::{DeviceError, MEDIA, SYNC_ROWS};
+use crate::device::{DeviceError, SYNC_ROWS};
 use crate::header::Header;
 use crate::job::{Job, JobError, Step};
 use crate::key::DataKey;
@@ -9,6 +9,7 @@ use crate::lives::Counts;
 use crate::lives::bench::{Bench, Disk, Event};
 use crate::lives::dice::{Dice, Killed};
 use crate::lives::source::Source;
+use crate::media::MEDIA;
 use crate::reader::Parcel;
 use crate::record::{Guest, Record};
 use crate::writer::{Position, Settings, WriteError, Writer};

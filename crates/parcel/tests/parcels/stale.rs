@@ -2,10 +2,65 @@
 //! fails, host C goes on with the export, and then a package of A arrives.
 
 use crate::stage::{Content, Dice, Stage, chunks, disk, guest, read, version};
-use longhaul_parcel::{CHUNK_BYTES, Record, Writer};
-use std::fs;
+use longhaul_parcel::{
+    CHUNK_BYTES, Device, DeviceError, Found, LocalMedia, Media, Medium, Record, Writer,
+};
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
 const DEVICES: usize = 3;
+
+/// Files that several hosts write at once. One host has locks against that.
+#[derive(Debug)]
+struct Unlocked;
+
+#[derive(Debug)]
+struct UnlockedFile(File);
+
+impl Media for Unlocked {
+    fn make(&self, at: &Path, name: &str) -> Result<Found, DeviceError> {
+        LocalMedia.make(at, name)
+    }
+
+    fn find(&self, at: &Path, writable: bool) -> Result<Found, DeviceError> {
+        let found = LocalMedia.find(at, false)?;
+        let file = File::options().read(true).write(writable).open(&found.path);
+        let medium = Box::new(UnlockedFile(file.unwrap()));
+        Ok(Found { medium, ..found })
+    }
+
+    fn place(&self, at: &Path) -> io::Result<PathBuf> {
+        LocalMedia.place(at)
+    }
+}
+
+impl Medium for UnlockedFile {
+    fn length(&self) -> io::Result<u64> {
+        Ok(self.0.metadata()?.len())
+    }
+
+    fn read_at(&self, at: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.0.read_exact_at(bytes, at)
+    }
+
+    fn write_at(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        self.0.write_all_at(bytes, at)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync_data()
+    }
+
+    fn forget(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        fs::remove_file(path)
+    }
+}
 
 /// Records of a disk, from a chunk on.
 fn rest(content: &Content, from: usize) -> Vec<Record> {
@@ -25,7 +80,11 @@ fn two_hosts(stage: &Stage, dice: &mut Dice) -> (Content, Writer, Vec<Record>) {
     // The guest goes on at host C, and so does the export.
     let at = 15 * CHUNK_BYTES;
     content[at..at + 100].copy_from_slice(&dice.bytes(100));
-    let mut c = Writer::reopen(stage.devices(), position, &stage.key).unwrap();
+    let devices = (0..DEVICES).map(|device| {
+        let at = stage.folder(device);
+        Device::open_on(&Unlocked, &at, true).unwrap()
+    });
+    let mut c = Writer::reopen(devices.collect(), position, &stage.key).unwrap();
     for record in rest(&content, 10) {
         c.put(&record).unwrap();
     }
