@@ -1,7 +1,7 @@
 //! Brings the disks of a parcel to files.
 
 use crate::key::DataKey;
-use crate::reader::{Parcel, ReadError, Report};
+use crate::reader::{Damage, Parcel, ReadError, Report};
 use crate::record::{CHUNK_BYTES, Chunk, Disk, Guest, MomentId, Record, Version};
 use crate::room::{Places, Room};
 use crate::tree::{Tree, text};
@@ -34,6 +34,16 @@ pub enum ImportError {
          damaged"
     )]
     Lost(u64),
+    /// Content is not read, so nothing was imported.
+    #[error("{cells} MiB of its content cannot be read: {}: {error}", path.display())]
+    Unread {
+        /// How many cells.
+        cells: u64,
+        /// A device that cannot be read, or not everywhere.
+        path: PathBuf,
+        /// What the system said of it last.
+        error: String,
+    },
     /// A disk's content is not what was exported.
     #[error("disk {disk} of {guest} does not have the digest of its version")]
     Digest {
@@ -276,10 +286,29 @@ fn read(
     });
     match (failed, read) {
         (None | Some(ImportError::Contradiction(_)), Ok(report)) if report.lost > 0 => {
-            Err(ImportError::Lost(report.lost))
+            Err(lost(parcel, &report))
         }
         (Some(error), _) => Err(error),
         (None, read) => Ok(read?),
+    }
+}
+
+/// Returns why content is missing.
+fn lost(parcel: &Parcel, report: &Report) -> ImportError {
+    let unread = report
+        .damage
+        .iter()
+        .find_map(|(number, damage)| match damage {
+            Damage::Cells { error, .. } => parcel.device(*number).zip(error.clone()),
+            Damage::Absent => None,
+        });
+    match unread {
+        None => ImportError::Lost(report.lost),
+        Some((device, error)) => ImportError::Unread {
+            cells: report.lost,
+            path: device.path().to_path_buf(),
+            error,
+        },
     }
 }
 

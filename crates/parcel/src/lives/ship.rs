@@ -381,7 +381,8 @@ impl Life {
                 }
                 Err(error) => {
                     self.say(|| format!("not imported: {error}"));
-                    let is_lost = matches!(error, ImportError::Lost(_));
+                    let is_lost =
+                        matches!(error, ImportError::Lost(_) | ImportError::Unread { .. });
                     let is_io = matches!(error, ImportError::Io { .. });
                     assert!(is_lost || (is_io && is_planned), "{error}");
                     if is_io {

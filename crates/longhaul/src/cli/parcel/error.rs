@@ -1,7 +1,8 @@
 //! The errors of parcels, and the commands that help.
 
 use crate::cli::error::CliError;
-use longhaul_parcel::{DeviceError, ImportError, JobError, OpenError};
+use longhaul_parcel::{DeviceError, ImportError, JobError, OpenError, WriteError};
+use std::io;
 use std::path::Path;
 
 fn hint(path: &Path) -> String {
@@ -12,6 +13,7 @@ impl From<DeviceError> for CliError {
     fn from(error: DeviceError) -> Self {
         let hint = match &error {
             DeviceError::Io { path, .. } => Some(hint(path)),
+            DeviceError::Refused { hint, .. } => hint.clone(),
             _ => None,
         };
         Self::parcel(error.to_string(), hint)
@@ -40,6 +42,12 @@ fn hint_of(error: &JobError) -> Option<String> {
         JobError::OtherDevice { parcel, .. } => {
             format!("longhaul parcel status {parcel} lists its devices")
         }
+        JobError::Write(WriteError::Io { path, error, .. })
+            if error.kind() == io::ErrorKind::ConnectionAborted =>
+        {
+            let terminal = path.display();
+            format!("give the command again when {terminal} is reached: it goes on where it was")
+        }
         JobError::OtherReport { .. } => {
             "have the report sent again, and name the parcel that it is about".to_owned()
         }
@@ -62,7 +70,11 @@ impl From<JobError> for CliError {
 
 impl From<ImportError> for CliError {
     fn from(error: ImportError) -> Self {
-        Self::parcel(error.to_string(), None)
+        let hint = match &error {
+            ImportError::Unread { path, .. } => Some(hint(path) + ", and give the command again"),
+            _ => None,
+        };
+        Self::parcel(error.to_string(), hint)
     }
 }
 
