@@ -179,12 +179,15 @@ fn a_migration_reaches_guests_through_their_manager() {
 
 /// Files of `crates/migration/src` whose refusals are not of a move: an operator's decisions, and
 /// replicas, whose refusals are said when a replication begins
-/// (`a_replication_begins_only_if_the_other_host_takes_it` in `longhaul/tests/refusals.rs`).
-const NO_MOVES: [&str; 7] = [
+/// (`a_replication_begins_only_if_the_other_host_takes_it` in `longhaul/tests/refusals.rs`), and
+/// devices of parcels (`a_terminal_gives_what_it_names_to_whom_it_allows` in
+/// `longhaul/tests/terminal.rs`).
+const NO_MOVES: [&str; 8] = [
     "left_behind.rs",
     "replicas/arrival.rs",
     "replicas/failover.rs",
     "replicas/mod.rs",
+    "terminal/give.rs",
     "replication/mod.rs",
     "status/in_doubt.rs",
     "host/limited_hosts.rs",

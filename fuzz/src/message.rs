@@ -3,6 +3,7 @@
 use longhaul_protocol::message::{Acknowledgement, ToDestination, ToSource};
 use longhaul_protocol::piece::{Assembly, Piece};
 use longhaul_protocol::replica::{FromReplica, ToReplica};
+use longhaul_protocol::terminal::{FromTerminal, ToTerminal};
 use longhaul_protocol::wire::{Message, decode, encode};
 use std::fmt::Debug;
 
@@ -13,6 +14,8 @@ pub(crate) fn run(data: &[u8]) {
     check::<Acknowledgement>(data);
     check::<ToReplica>(data);
     check::<FromReplica>(data);
+    check::<ToTerminal>(data);
+    check::<FromTerminal>(data);
     if let Ok(piece) = Piece::decode(data) {
         assert_eq!(piece.encode(), data);
         let mut assembly = Assembly::default();

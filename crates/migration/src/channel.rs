@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
 /// Time limit for sending a message: 60 s, plus one second per `SEND_BYTES_PER_S_MIN` bytes.
@@ -67,7 +67,7 @@ pub(crate) struct Sender<M> {
 }
 
 enum Queued {
-    Message(Vec<u8>),
+    Message(Vec<u8>, Option<oneshot::Sender<()>>),
     /// A fail point closes the connection here.
     Cut,
 }
@@ -144,12 +144,23 @@ impl<M: Message + Named> Sender<M> {
         if fail_point::before_send(message) && self.queue.send(Queued::Cut).is_err() {
             return Err(TalkError::Closed);
         }
+        self.queue(message, None)
+    }
+
+    /// Sends a message, and returns when the connection has taken it.
+    pub(crate) async fn send_through(&mut self, message: &M) -> Result<(), TalkError> {
+        let (taken, is_taken) = oneshot::channel();
+        self.queue(message, Some(taken))?;
+        is_taken.await.map_err(|_| TalkError::Closed)
+    }
+
+    fn queue(&self, message: &M, taken: Option<oneshot::Sender<()>>) -> Result<(), TalkError> {
         let bytes = wire::encode(message)?;
         let waiting = self.queued_bytes.fetch_add(bytes.len(), Ordering::Relaxed);
         if waiting > QUEUE_BYTES_MAX {
             return Err(TalkError::Full);
         }
-        let queued = self.queue.send(Queued::Message(bytes));
+        let queued = self.queue.send(Queued::Message(bytes, taken));
         // The receiver reports why the connection was lost.
         queued.map_err(|_| TalkError::Closed)
     }
@@ -162,7 +173,7 @@ async fn write(
     queued_bytes: Arc<AtomicUsize>,
 ) {
     while let Some(queued) = queue.recv().await {
-        let Queued::Message(bytes) = queued else {
+        let Queued::Message(bytes, taken) = queued else {
             channel.disconnect();
             return;
         };
@@ -170,7 +181,8 @@ async fn write(
         let sent = timeout(SEND_WITHIN + more, channel.send(&bytes)).await;
         queued_bytes.fetch_sub(bytes.len(), Ordering::Relaxed);
         match sent {
-            Ok(Ok(())) => {}
+            // Nobody may wait for it.
+            Ok(Ok(())) => drop(taken.map(|taken| taken.send(()))),
             // The receiver gets this error too.
             Ok(Err(error)) => {
                 tracing::debug!(%error, "a channel cannot be written to");

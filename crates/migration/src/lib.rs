@@ -14,6 +14,7 @@
 //! | `companions` | what moves along with a guest: one list for each end |
 //! | `replicas` | replicas that other hosts keep here: versions that arrive, failover |
 //! | `replication` | the replications of this host's guests, their schedule |
+//! | `terminal` | devices of parcels that are attached to another host, both ends |
 //! | `residue` | what moves leave on this host, and its sweeping |
 //! | `disks` | disk exports, destination images, base images, with their durable notes |
 //! | `handover` | the durable records of attempts, and fencing marks |
@@ -43,6 +44,7 @@ mod replication;
 mod residue;
 mod source;
 mod status;
+mod terminal;
 mod verify;
 
 use crate::context::Context;
@@ -68,6 +70,7 @@ use crate::status::archive::Archive;
 use crate::status::predictions::Predictions;
 use crate::status::registry::Registry;
 use crate::status::{failure, in_doubt};
+use crate::terminal::Terminals;
 use longhaul_api::{
     ApiError, ErrorCode, FailOver, FailedOver, HandoverRecord, Limit, Migration, Outcome, Phase,
     Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest, Replica, ReplicateGuest,
@@ -94,6 +97,7 @@ pub use crate::replicas::folder_of as replica_folder;
 pub use crate::status::events::Events;
 pub use crate::status::failure::{UNCHANGED, attach as attach_failure};
 pub use crate::status::registry::Reservation;
+pub use crate::terminal::DeviceChannel;
 
 /// The migrations of this host, and the durable rights to run its guests.
 pub struct Manager {
@@ -102,6 +106,7 @@ pub struct Manager {
     destination: Arc<Destination>,
     recovered: Arc<Attempts>,
     replications: Replications,
+    terminals: Terminals,
     accepting: JoinHandle<()>,
 }
 
@@ -217,6 +222,7 @@ impl Manager {
             destination,
             recovered,
             replications,
+            terminals: Terminals::default(),
             accepting,
         }))
     }
@@ -538,6 +544,11 @@ impl Manager {
         how: &FailOver,
     ) -> Result<(GuestDescription, FailedOver), ApiError> {
         replicas::fail_over(&self.context, guest, how).await
+    }
+
+    /// Opens a channel to a device of a parcel that is attached to another host.
+    pub async fn parcel_device(&self, host: &str) -> Result<DeviceChannel, ApiError> {
+        terminal::take(&self.context, &self.terminals, host).await
     }
 
     /// Refuses to start a guest that runs from its replica on another host, if that host says so.

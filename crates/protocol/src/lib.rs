@@ -17,6 +17,7 @@ pub mod piece;
 pub mod port;
 pub mod region;
 pub mod replica;
+pub mod terminal;
 pub mod units;
 pub mod versions;
 pub mod wire;

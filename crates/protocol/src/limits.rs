@@ -47,5 +47,9 @@ pub const REPLICA_DIGESTS_BYTES_MAX: usize = 128 << 10;
 pub const REPLICA_BLOCKS_BYTES_MAX: usize = 1024;
 /// Most disks of a replica.
 pub const REPLICA_DISKS_MAX: usize = 256;
+/// Most bytes of a parcel's device that one message reads or writes: a cell.
+pub const PARCEL_TRANSFER_BYTES_MAX: usize = 1 << 20;
+/// Largest device of a parcel at a terminal, in bytes.
+pub const PARCEL_DEVICE_BYTES_MAX: u64 = 1 << 50;
 /// Largest disk of a replica, in bytes.
 pub const REPLICA_DISK_BYTES_MAX: u64 = 1 << 50;

@@ -198,6 +198,10 @@ pub enum ToDestination {
     /// Begins to bring a version of a guest's disks to a replica. The other messages of the channel
     /// are those of [`replica`](crate::replica). Needs the scope *send guests*. From version 3 on.
     Replicate(Box<ReplicaOffer>),
+    /// Begins to use a device of a parcel that is attached to this host. The other messages of the
+    /// channel are those of [`terminal`](crate::terminal). Needs the scope *send guests*. From
+    /// version 3 on.
+    ParcelDevice,
 }
 
 /// Known content at the destination in which blocks of an arriving guest may be found.

@@ -22,5 +22,7 @@ pub const VERSION_OF_KNOWN: u16 = 3;
 pub const VERSION_OF_POSTCOPY: u16 = 3;
 /// The first version in which the destination tells of the cost of a drain and the guest's rate.
 pub const VERSION_OF_RATES: u16 = 3;
+/// The first version in which devices of parcels may be attached to another host.
+pub const VERSION_OF_TERMINALS: u16 = 3;
 /// The first version in which frames may have runs of known content.
 pub const VERSION_OF_RUNS: u16 = 3;

@@ -305,7 +305,8 @@ impl Message for ToDestination {
             | Self::Done
             | Self::Overruled { .. }
             | Self::Arbiter { .. }
-            | Self::CommitWithLease { .. } => Ok(()),
+            | Self::CommitWithLease { .. }
+            | Self::ParcelDevice => Ok(()),
         }
     }
 }

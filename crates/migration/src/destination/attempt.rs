@@ -415,6 +415,7 @@ impl DestinationAttempt {
             | ToDestination::QueryPorts(_)
             | ToDestination::QueryKnown(_)
             | ToDestination::Replicate(_)
+            | ToDestination::ParcelDevice
             | ToDestination::OfferPorts(_)
             | ToDestination::Resume { .. }
             | ToDestination::Unreadable { .. }

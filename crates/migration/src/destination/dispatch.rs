@@ -10,16 +10,18 @@ use crate::disks::{base_images, images};
 use crate::host::arbiter;
 use crate::limits::peer_quota;
 use crate::replicas;
+use crate::terminal;
 use longhaul_network::member::{GossipError, suite_of};
 use longhaul_overlay::seal::Suite;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{
     ArbiterQuery, Check, DisksOffer, FilesOffer, FilesQuery, KnownQuery, PortsOffer, PortsQuery,
-    Query, ToDestination, ToSource, Verdict,
+    Query, Refusal, ToDestination, ToSource, Verdict,
 };
 use longhaul_protocol::port;
 use longhaul_protocol::replica::{FromReplica, ReplicaOffer, ToReplica};
+use longhaul_protocol::terminal::{FromTerminal, ToTerminal};
 use longhaul_protocol::{AttemptId, Epoch, Generation};
 use longhaul_storage::JournalError;
 use longhaul_transport::{Channel, CloseCode, Control, Permission};
@@ -157,6 +159,7 @@ async fn dispatch(
         }
         ToDestination::QueryKnown(asked) => answer_known(&context, call, &asked),
         ToDestination::Replicate(offer) => keep_replica(&context, call, *offer).await,
+        ToDestination::ParcelDevice => give_device(&context, call).await,
         ToDestination::Offer(offer) => {
             let offered = (*offer, Vec::new(), Pulled::Nothing);
             attempt::receive(context, call, offered, None).await;
@@ -372,6 +375,24 @@ async fn keep_replica(
     }
 }
 
+/// Gives a peer a device of a parcel, if it may send guests.
+async fn give_device(context: &Destination, call: Call) -> Result<(), TalkError> {
+    let here = &context.parts.config.name;
+    let allowed = may_send(&call.control, here).map_err(|refusal| Refusal {
+        text: format!("{here} does not let this host use its parcel devices"),
+        hint: Some(format!(
+            "on {here}: longhaul host trust ... --may query,send"
+        )),
+        ..refusal
+    });
+    let peer = call.control.peer().host.clone();
+    let halves = (
+        call.sender.of::<FromTerminal>(),
+        call.receiver.of::<ToTerminal>(),
+    );
+    terminal::give(context, (&peer, allowed), halves).await
+}
+
 /// Passes on a source that has returned, with or without an epoch for blocks.
 async fn come_back(
     (context, recovered): (&Arc<Destination>, &Attempts),
@@ -460,5 +481,6 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::CommitWithLease { .. } => "CommitWithLease",
         ToDestination::QueryKnown(_) => "QueryKnown",
         ToDestination::Replicate(_) => "Replicate",
+        ToDestination::ParcelDevice => "ParcelDevice",
     }
 }

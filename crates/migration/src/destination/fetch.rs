@@ -448,6 +448,7 @@ impl Fetch {
             | ToDestination::QueryPorts(_)
             | ToDestination::QueryKnown(_)
             | ToDestination::Replicate(_)
+            | ToDestination::ParcelDevice
             | ToDestination::OfferPorts(_)
             | ToDestination::Resume { .. }
             | ToDestination::Ask { .. } => self.lose().await,

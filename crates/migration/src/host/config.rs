@@ -61,6 +61,8 @@ pub struct Config {
     pub(crate) hooks: Hooks,
     /// The files that are indexed for arriving guests.
     pub(crate) content: Option<ContentConfig>,
+    /// Devices of parcels, folders or block devices, that other hosts may use here, by name.
+    pub parcel_devices: BTreeMap<String, PathBuf>,
     /// The memory cache, if it is configured.
     pub(crate) kept_memory: Option<KeptMemoryConfig>,
 }
@@ -105,6 +107,8 @@ struct Document {
     kernels: BTreeMap<String, KernelFiles>,
     #[serde(default)]
     folders: BTreeMap<String, PathBuf>,
+    #[serde(default)]
+    parcel_devices: BTreeMap<String, PathBuf>,
     #[serde(default)]
     hooks: Hooks,
     content: Option<ContentConfig>,
@@ -210,6 +214,27 @@ fn paths(
         .collect()
 }
 
+/// Checks the devices of parcels that other hosts may use here.
+fn parcel_devices(devices: BTreeMap<String, PathBuf>) -> Result<BTreeMap<String, PathBuf>, String> {
+    let mut names: BTreeMap<&Path, &str> = BTreeMap::new();
+    for (name, path) in &devices {
+        let wrong = |what: &str| Err(format!("`parcel_devices.{name} = {path:?}`: {what}"));
+        if !is_name(name) {
+            return wrong(
+                "a name has 1 to 63 letters, digits, `-`, `_` and `.`, and begins with a letter \
+                 or digit",
+            );
+        }
+        if !path.is_absolute() {
+            return wrong("the path must be absolute (begin with `/`)");
+        }
+        if let Some(other) = names.insert(path, name) {
+            return wrong(&format!("{other} has the same path"));
+        }
+    }
+    Ok(devices)
+}
+
 /// Returns the image repository. Default: a folder in the state folder.
 fn repository(text: Option<&str>, state: &Path) -> Result<Place, String> {
     let Some(text) = text else {
@@ -281,6 +306,7 @@ impl Config {
             }),
             hooks: document.hooks,
             content: document.content,
+            parcel_devices: parcel_devices(document.parcel_devices)?,
             kept_memory: document.kept_memory,
         };
         config.hooks.check()?;
@@ -356,6 +382,21 @@ mod tests {
                 error.contains("bandwidth") && error.contains(wrong),
                 "{error}"
             );
+        }
+    }
+
+    #[test]
+    fn parcel_devices_have_names_and_paths_of_their_own() {
+        let config = parse("[parcel_devices]\nwd1 = \"/mnt/wd1\"\nusb = \"/dev/sdb\"\n").unwrap();
+        let path = config.parcel_devices.get("wd1").map(PathBuf::as_path);
+        assert_eq!(path, Some(Path::new("/mnt/wd1")));
+        for (wrong, expected) in [
+            ("wd1 = \"mnt\"", "absolute"),
+            ("\"a/b\" = \"/mnt\"", "a name has"),
+            ("a = \"/mnt\"\nb = \"/mnt\"", "a has the same path"),
+        ] {
+            let error = parse(&format!("[parcel_devices]\n{wrong}\n")).unwrap_err();
+            assert!(error.contains(expected), "{error}");
         }
     }
 

@@ -11,6 +11,7 @@ use crate::host::start_error::StartError;
 use longhaul_engine::handover::{Record, Side};
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::replica::{FromReplica, ToReplica};
+use longhaul_protocol::terminal::{FromTerminal, ToTerminal};
 use longhaul_storage::{Journal, JournalError};
 use std::fs::{self, File};
 use std::io;
@@ -108,6 +109,8 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     QueryKnown "query-known" [],
     // Replicas have tests of their own.
     Replicate "replicate" [],
+    // Terminals have tests of their own.
+    ParcelDevice "parcel-device" [],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:
@@ -174,6 +177,23 @@ impl Named for FromReplica {
 
     fn name(&self) -> &'static str {
         "from-replica"
+    }
+}
+
+/// Messages about devices have no fail points: terminals have tests of their own.
+impl Named for ToTerminal {
+    const SENDER: Side = Side::Source;
+
+    fn name(&self) -> &'static str {
+        "to-terminal"
+    }
+}
+
+impl Named for FromTerminal {
+    const SENDER: Side = Side::Destination;
+
+    fn name(&self) -> &'static str {
+        "from-terminal"
     }
 }
 

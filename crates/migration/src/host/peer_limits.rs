@@ -25,6 +25,8 @@ pub(crate) struct PeerLimits {
     pub(crate) networks: Option<Vec<String>>,
     /// Folders that its guests may use. None allows all folders of this host.
     pub(crate) folders: Option<Vec<String>>,
+    /// Devices of parcels that it may use. None allows all that are configured.
+    pub(crate) parcel_devices: Option<Vec<String>>,
     /// Threads that decode and hash for it at once.
     pub(crate) workers: u32,
     /// Migrations that it may begin per hour, including refused ones.
@@ -50,6 +52,7 @@ impl PeerLimits {
             images: None,
             networks: None,
             folders: None,
+            parcel_devices: None,
             workers: 2,
             attempts_per_hour: 600,
             queries_per_minute: 120,
@@ -72,6 +75,7 @@ pub(crate) struct LimitsTable {
     images: Option<Vec<String>>,
     networks: Option<Vec<String>>,
     folders: Option<Vec<String>>,
+    parcel_devices: Option<Vec<String>>,
     workers: Option<u32>,
     attempts_per_hour: Option<u32>,
     queries_per_minute: Option<u32>,
@@ -172,6 +176,10 @@ impl LimitsTable {
             images: self.images.clone().or_else(|| base.images.clone()),
             networks: self.networks.clone().or_else(|| base.networks.clone()),
             folders: self.folders.clone().or_else(|| base.folders.clone()),
+            parcel_devices: self
+                .parcel_devices
+                .clone()
+                .or_else(|| base.parcel_devices.clone()),
             workers: self.workers.unwrap_or(base.workers),
             attempts_per_hour: self.attempts_per_hour.unwrap_or(base.attempts_per_hour),
             queries_per_minute: self.queries_per_minute.unwrap_or(base.queries_per_minute),
@@ -238,6 +246,7 @@ mod tests {
         defaults.images = Some(vec!["debian-12".to_owned()]);
         defaults.networks = Some(vec!["office".to_owned()]);
         defaults.folders = Some(Vec::new());
+        defaults.parcel_devices = Some(vec!["wd1".to_owned()]);
         assert_eq!(*paris, defaults);
     }
 
