@@ -1,5 +1,6 @@
 //! Implements the client of the API: one connection per request, with limits on sizes and times.
 
+use crate::device_stream::{DEVICE_PROTOCOL, DeviceStream};
 use crate::operation::{Method, Operation};
 use crate::{
     ANSWER_BYTES_MAX, ApiError, AttachGuest, DiscoveredGuests, EVENT_LINE_BYTES_MAX, Event,
@@ -11,7 +12,8 @@ use crate::{
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::client::conn::http1;
-use hyper::{Request, Response};
+use hyper::header::{CONNECTION, HeaderValue, UPGRADE};
+use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -321,6 +323,26 @@ impl Client {
         self.send(Operation::FailOver, guest, how, COPY_WAIT).await
     }
 
+    /// Opens a channel to a device of a parcel that is attached to another host.
+    pub async fn parcel_device(&self, host: &str) -> Result<DeviceStream, ClientError> {
+        let mut request = self.request(Operation::UseParcelDevice, host, Bytes::new())?;
+        let headers = request.headers_mut();
+        headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
+        headers.insert(UPGRADE, HeaderValue::from_static(DEVICE_PROTOCOL));
+        timeout(WORK_WAIT, async {
+            let answer = self.open(request).await?;
+            if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
+                self.body(answer).await?;
+                return Err(self.nonsense("another protocol was asked for"));
+            }
+            let upgraded = hyper::upgrade::on(answer).await;
+            let upgraded = upgraded.map_err(|error| self.lost(error))?;
+            Ok(DeviceStream::of(TokioIo::new(upgraded)))
+        })
+        .await
+        .map_err(|_| self.silent(WORK_WAIT))?
+    }
+
     /// Checks and predicts a migration without changing anything.
     pub async fn plan(&self, plan: &PlanRequest) -> Result<Plan, ClientError> {
         self.send(Operation::PlanMigration, "", plan, WORK_WAIT)
@@ -514,7 +536,7 @@ impl Client {
             .await
             .map_err(|error| self.lost(error))?;
         // The task ends with the last byte of the answer, or when the receiver is dropped.
-        tokio::spawn(connection);
+        tokio::spawn(connection.with_upgrades());
         sender
             .send_request(request)
             .await

@@ -6,6 +6,7 @@
 
 pub mod client;
 mod convergence;
+pub mod device_stream;
 pub mod discovered;
 pub mod disks;
 mod doubt;
@@ -27,6 +28,7 @@ pub mod tracked_writes;
 
 pub use client::{Client, ClientError, Events, Watch};
 pub use convergence::{Convergence, Outpaced, StopChoice, StopReason, StopRule, TooFast};
+pub use device_stream::{DEVICE_PROTOCOL, DeviceReader, DeviceStream, DeviceWriter};
 pub use discovered::{
     DiscoveredGuest, DiscoveredGuests, GuestOwner, Obstacle, QmpSocket, QmpSocketState,
 };

@@ -164,6 +164,17 @@ fn describe(operation: Operation) -> Description {
         Operation::FailOver => new("failOver", "Let a guest run here from its replica")
             .takes::<FailOver>()
             .gives::<FailedOver>("It belongs to this host, and its disks are in place."),
+        Operation::UseParcelDevice => {
+            let mut device = new(
+                "useParcelDevice",
+                "Open a channel to a device of a parcel that is attached to another host",
+            )
+            .status(101);
+            device.answer_description = "The connection carries the channel's messages from now \
+                on (`Upgrade: longhaul-parcel-device`), each after its length in 4 bytes, \
+                little-endian; docs/wire.md describes them.";
+            device
+        }
         Operation::PlanMigration => new(
             "planMigration",
             "Check and predict a migration, changing nothing",

@@ -80,6 +80,8 @@ pub enum Operation {
     RemoveReplica,
     /// Lets a guest run here from its replica.
     FailOver,
+    /// Opens a channel to a device of a parcel that is attached to another host.
+    UseParcelDevice,
     /// Checks and predicts a migration without changing anything.
     PlanMigration,
     /// Starts a migration.
@@ -106,7 +108,7 @@ pub enum Operation {
 
 impl Operation {
     /// All operations.
-    pub const ALL: [Self; 37] = [
+    pub const ALL: [Self; 38] = [
         Self::GetHost,
         Self::ListHosts,
         Self::TrustHost,
@@ -133,6 +135,7 @@ impl Operation {
         Self::ListReplicas,
         Self::RemoveReplica,
         Self::FailOver,
+        Self::UseParcelDevice,
         Self::PlanMigration,
         Self::StartMigration,
         Self::ListMigrations,
@@ -207,6 +210,7 @@ impl Operation {
             Self::ListReplicas => (Get, "/v1/replicas"),
             Self::RemoveReplica => (Delete, "/v1/replicas/{guest}"),
             Self::FailOver => (Post, "/v1/replicas/{guest}/failover"),
+            Self::UseParcelDevice => (Post, "/v1/hosts/{host}/parcel-device"),
             Self::PlanMigration => (Post, "/v1/plans"),
             Self::StartMigration => (Post, "/v1/migrations"),
             Self::ListMigrations => (Get, "/v1/migrations"),

@@ -2,6 +2,7 @@
 
 use crate::agent::guests::Guests;
 use crate::agent::hosts::Hosts;
+use crate::agent::parcel_devices;
 use crate::agent::realm::Realms;
 use crate::agent::streams;
 use axum::Router;
@@ -132,6 +133,10 @@ async fn handle(
                 return Err(ApiError::new(ErrorCode::InvalidRequest, what));
             }
         };
+        if operation == Operation::UseParcelDevice {
+            service.hosts.require(value).await?;
+            return parcel_devices::use_device(&service.manager, value, request).await;
+        }
         let body = body(request).await?;
         perform(operation, &service, value, &body).await
     }
@@ -268,6 +273,11 @@ async fn perform(
             StatusCode::NO_CONTENT.into_response()
         }
         Operation::FailOver => ok(&guests.fail_over(manager, value, parse(body)?).await?),
+        // It needs the request's connection.
+        Operation::UseParcelDevice => {
+            let what = "this operation cannot be performed without its connection";
+            return Err(ApiError::new(ErrorCode::Internal, what));
+        }
         Operation::PlanMigration => {
             let plan: PlanRequest = parse(body)?;
             in_range("downtime_ms", plan.downtime_ms, DOWNTIME_MS)?;

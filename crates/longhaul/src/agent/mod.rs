@@ -7,6 +7,7 @@ mod discover;
 mod guests;
 mod hosts;
 mod http;
+mod parcel_devices;
 mod realm;
 mod serve;
 mod streams;
