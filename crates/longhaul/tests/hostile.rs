@@ -13,6 +13,7 @@ use hostile::peer::{Bad, End, Victim, absurd, empty_machine, guest, offer};
 use longhaul_codec::{BlockId, Compression, Decision, Encoder, FRAME_VERSION};
 use longhaul_protocol::message::{RefusalCode, ToDestination, ToSource, Verdict};
 use longhaul_protocol::piece::PIECE_BYTES;
+use longhaul_protocol::terminal::{DeviceFault, FromTerminal, ToTerminal};
 use longhaul_protocol::{Attempt, BLOCK_SIZE, Epoch, Generation, MigrationId, RegionId};
 use std::time::Duration;
 use tokio::time::timeout;
@@ -475,6 +476,58 @@ async fn messages_out_of_order_end_the_attempt_and_no_more() {
         );
         victim.is_empty().await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_of_a_parcel_is_reached_by_its_name_and_answers_are_not_piled_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let wd1 = folder.path().join("wd1");
+    std::fs::create_dir(&wd1).unwrap();
+    std::fs::write(wd1.join("box-0.parcel"), vec![7; 64 << 20]).unwrap();
+    std::fs::write(folder.path().join("secret.parcel"), "secret").unwrap();
+    let victim = Victim::start(&format!("[parcel_devices]\nwd1 = {wd1:?}\n"));
+    let bad = Bad::new("bad", &victim).await;
+    let find = |device: &str, file: Option<&str>| ToTerminal::Find {
+        device: device.to_owned(),
+        file: file.map(str::to_owned),
+        writable: false,
+    };
+    let first = [
+        ToTerminal::Sync,
+        find("wd2", None),
+        find("", None),
+        find("../wd1", None),
+    ];
+    for message in first {
+        let (_, answer) = bad.device(&message).await;
+        let is_refused = matches!(answer, FromTerminal::Refused(_));
+        assert!(is_refused, "{message:?}: {answer:?}");
+    }
+    let names = ["../secret.parcel", "/etc/passwd", "a\0.parcel", "."];
+    for name in names {
+        let (_, answer) = bad.device(&find("wd1", Some(name))).await;
+        let unsuitable = FromTerminal::Failed(DeviceFault::Unsuitable);
+        assert_eq!(answer, unsuitable, "{name}");
+    }
+    // Two GiB are asked for in each of some channels, and nothing of it is taken.
+    let mut calls = Vec::new();
+    for _ in 0..4 {
+        let (mut call, answer) = bad.device(&find("wd1", None)).await;
+        assert!(matches!(answer, FromTerminal::Opened { .. }), "{answer:?}");
+        for number in 0..2048 {
+            call.tell(&ToTerminal::Read {
+                at: (number % 64) << 20,
+                bytes: 1 << 20,
+            })
+            .await;
+        }
+        calls.push(call);
+    }
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    let uses = victim.uses();
+    assert!(uses.memory_kib < 300 << 10, "{uses:?}");
+    drop(calls);
+    bad.is_answered().await;
 }
 
 /// Returns a frame of one zero block.

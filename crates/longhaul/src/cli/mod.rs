@@ -61,13 +61,19 @@ pub(crate) fn run() -> ExitCode {
         log_to_stderr();
         return serve_pages(socket);
     }
-    let serves = matches!(cli.command, Command::Agent(_) | Command::Rendezvous(_));
-    let result = runtime(serves).map_err(CliError::from).and_then(|runtime| {
-        let result = runtime.block_on(perform(cli, &output));
-        // A thread may still wait for a line of the terminal; it is abandoned.
-        runtime.shutdown_background();
-        result
-    });
+    // A parcel's devices may be at terminals: they are written and read in threads of their own.
+    let is_parallel = matches!(
+        cli.command,
+        Command::Agent(_) | Command::Rendezvous(_) | Command::Parcel(_)
+    );
+    let result = runtime(is_parallel)
+        .map_err(CliError::from)
+        .and_then(|runtime| {
+            let result = runtime.block_on(perform(cli, &output));
+            // A thread may still wait for a line of the terminal; it is abandoned.
+            runtime.shutdown_background();
+            result
+        });
     match result {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
@@ -95,8 +101,8 @@ async fn guard_frozen(port: &Path, note: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-fn runtime(serves: bool) -> std::io::Result<tokio::runtime::Runtime> {
-    let mut builder = if serves {
+fn runtime(is_parallel: bool) -> std::io::Result<tokio::runtime::Runtime> {
+    let mut builder = if is_parallel {
         tokio::runtime::Builder::new_multi_thread()
     } else {
         tokio::runtime::Builder::new_current_thread()

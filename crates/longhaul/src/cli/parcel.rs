@@ -1,11 +1,12 @@
 //! Implements `longhaul parcel`: works on the devices themselves. An agent is only needed for
-//! guests that run: it tracks their writes.
+//! guests that run, whose writes it tracks, and for devices that are attached to other hosts.
 
 mod destination;
 mod error;
 mod plan;
 mod source;
 mod steps;
+mod terminal;
 mod tracking;
 
 #[cfg(test)]
@@ -22,6 +23,7 @@ use longhaul_api::Client;
 use longhaul_migration::host::config::Config;
 use serde::Serialize;
 use std::path::PathBuf;
+use terminal::Terminals;
 
 /// A device of a verified parcel.
 #[derive(Debug, Serialize)]
@@ -136,25 +138,33 @@ pub(crate) async fn run(
     args: ParcelArgs,
 ) -> Result<u8, CliError> {
     let config = || Config::read(args.config.as_deref());
+    let media = || Terminals::by(client);
     match args.command {
         ParcelCommand::Create(args) => source::create(output, &config()?, args),
         ParcelCommand::Add {
             name,
             guests,
             group,
-        } => source::add(output, &config()?, &name, (&guests, group.as_deref())),
-        ParcelCommand::Export(args) => source::export(output, client, &config()?, &args).await,
-        ParcelCommand::TopUp { name, no_freeze } => {
-            source::top_up(output, client, &config()?, (&name, no_freeze)).await
+        } => {
+            let guests = (&guests[..], group.as_deref());
+            source::add(output, (&config()?, media()), &name, guests)
         }
-        ParcelCommand::Ship(args) => source::ship(output, &config()?, args),
-        ParcelCommand::Status { name: Some(name) } => source::status(output, &config()?, &name),
-        ParcelCommand::Status { name: None } => source::list(output, &config()?),
+        ParcelCommand::Export(args) => {
+            source::export(output, client, (&config()?, media()), &args).await
+        }
+        ParcelCommand::TopUp { name, no_freeze } => {
+            source::top_up(output, client, (&config()?, media()), (&name, no_freeze)).await
+        }
+        ParcelCommand::Ship(args) => source::ship(output, (&config()?, media()), args),
+        ParcelCommand::Status { name: Some(name) } => {
+            source::status(output, (&config()?, media()), &name)
+        }
+        ParcelCommand::Status { name: None } => source::list(output, (&config()?, media())),
         ParcelCommand::Check { name, report } => source::check(output, &config()?, &name, &report),
         ParcelCommand::Plan(plan_args) => plan::plan(output, config, &plan_args),
         ParcelCommand::Key { name } => source::key(output, &config()?, &name),
-        ParcelCommand::Verify { devices } => destination::verify(output, &devices),
-        ParcelCommand::Import(args) => destination::bring(output, &config()?, &args),
+        ParcelCommand::Verify { devices } => destination::verify(output, &*media(), &devices),
+        ParcelCommand::Import(args) => destination::bring(output, (&config()?, &*media()), &args),
     }
 }
 

@@ -9,6 +9,7 @@ use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
 use longhaul_protocol::hardware::{Hardware, MemoryBackend, PlacedDevice, Topology};
 use longhaul_protocol::machine::{Machine, RamBlock};
 use longhaul_protocol::message::{Offer, Query, Refusal, ToDestination, ToSource};
+use longhaul_protocol::terminal::{FromTerminal, ToTerminal};
 use longhaul_protocol::{Attempt, Epoch, Generation, MigrationId, RegionId, RegionSpec, wire};
 use longhaul_transport as transport;
 use longhaul_transport::{
@@ -173,6 +174,12 @@ impl Call {
         let _ = self.sender.send(&wire::encode(message).unwrap()).await;
     }
 
+    /// Sends a message about a device.
+    pub async fn tell(&mut self, message: &ToTerminal) {
+        // As above.
+        let _ = self.sender.send(&wire::encode(message).unwrap()).await;
+    }
+
     pub async fn cancel(&mut self) {
         let reason = "enough".to_owned();
         self.say(&ToDestination::Cancel { reason }).await;
@@ -313,6 +320,15 @@ impl Bad {
         let mut call = Call { sender, receiver };
         call.say(first).await;
         call
+    }
+
+    /// Opens a channel about a device with this message, and returns the first answer.
+    pub async fn device(&self, first: &ToTerminal) -> (Call, FromTerminal) {
+        let mut call = self.call(&ToDestination::ParcelDevice).await;
+        call.tell(first).await;
+        let bytes = timeout(LIMIT, call.receiver.recv()).await.unwrap();
+        let answer = wire::decode(&bytes.unwrap().expect("an answer")).unwrap();
+        (call, answer)
     }
 
     pub async fn query(&self, guest: &GuestDescription, machine: Machine) -> End {

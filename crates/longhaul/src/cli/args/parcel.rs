@@ -119,8 +119,9 @@ pub(crate) struct ExportArgs {
     /// The site that it goes to: make the parcel first, and add the guests
     #[arg(long, value_name = "SITE", requires = "guests")]
     pub(crate) to: Option<String>,
-    /// A device: a folder on a disk that is to be shipped, or an empty block device. Later, where
-    /// a device is now, if that has changed
+    /// A device: a folder on a disk that is to be shipped, an empty block device, or HOST:NAME for
+    /// a device that is attached to another host, whose configuration names it under
+    /// [parcel_devices]. Later, where a device is now, if that has changed
     #[arg(long = "device", value_name = "DEVICE")]
     pub(crate) devices: Vec<PathBuf>,
     /// How many devices may be lost on the way
@@ -175,7 +176,7 @@ pub(crate) struct ParcelImportArgs {
     /// Write the images to a folder, under their names, instead of where a move finds them
     #[arg(long, value_name = "FOLDER")]
     pub(crate) into: Option<PathBuf>,
-    /// Its devices: folders, files, or block devices
+    /// Its devices: folders, files, block devices, or HOST:NAME at another host
     #[arg(required = true, value_name = "DEVICE")]
     pub(crate) devices: Vec<PathBuf>,
 }
@@ -276,7 +277,7 @@ pub(crate) enum ParcelCommand {
     /// Read all of a parcel, and say what is missing or damaged, and whether it can be recovered;
     /// no key is needed
     Verify {
-        /// Its devices: folders, files, or block devices
+        /// Its devices: folders, files, block devices, or HOST:NAME at another host
         #[arg(required = true, value_name = "DEVICE")]
         devices: Vec<PathBuf>,
     },

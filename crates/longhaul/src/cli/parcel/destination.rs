@@ -14,7 +14,7 @@ use longhaul_migration::host::config::Config;
 use longhaul_migration::host::set_aside::set_aside_as;
 use longhaul_parcel::{
     Damage, DataKey, Device, Header, ImportError, ImportReport, Imported, ImportedDisk,
-    ImportedGuest, Parcel, import,
+    ImportedGuest, Media, Parcel, import,
 };
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_storage::files::{RealFiles, replace};
@@ -98,11 +98,11 @@ fn place(config: &Config, name: &str) -> Result<PathBuf, CliError> {
 /// Imports a parcel. Of disks that a move will find, it writes the report for its source.
 pub(super) fn bring(
     output: &Output,
-    config: &Config,
+    (config, media): (&Config, &dyn Media),
     args: &ParcelImportArgs,
 ) -> Result<u8, CliError> {
     let key = read_key(&args.key_file)?;
-    let parcel = open(&args.devices)?;
+    let parcel = open(media, &args.devices)?;
     let place = |name: &str| match &args.into {
         Some(folder) => place_in(folder, name),
         None => place(config, name),
@@ -240,15 +240,19 @@ fn write_report(config: &Config, name: &str, signed: &[u8]) -> Result<PathBuf, S
     Ok(path)
 }
 
-fn open(paths: &[PathBuf]) -> Result<Parcel, CliError> {
-    let open = |path: &PathBuf| Device::open(path, false);
+fn open(media: &dyn Media, paths: &[PathBuf]) -> Result<Parcel, CliError> {
+    let open = |path: &PathBuf| Device::open_on(media, path, false);
     let devices = paths.iter().map(open).collect::<Result<_, _>>()?;
     Ok(Parcel::open(devices)?)
 }
 
 /// Verifies a parcel.
-pub(super) fn verify(output: &Output, paths: &[PathBuf]) -> Result<u8, CliError> {
-    let parcel = open(paths)?;
+pub(super) fn verify(
+    output: &Output,
+    media: &dyn Media,
+    paths: &[PathBuf],
+) -> Result<u8, CliError> {
+    let parcel = open(media, paths)?;
     let (picture, rows) = (Picture::new(output), parcel.rows());
     let name = &parcel.header().name;
     let report = parcel.verify(&mut |read| {

@@ -1,6 +1,7 @@
 //! Parcels at their source.
 
 use super::steps::{StepDocument, steps};
+use super::terminal::absolute;
 use super::tracking;
 use super::{ExportDocument, ExportedGuest, no_image, now_s};
 use crate::cli::args::{CreateArgs, ExportArgs, ParcelGuest, ShipArgs};
@@ -14,14 +15,15 @@ use longhaul_migration::host::config::Config;
 use longhaul_migration::host::descriptions;
 use longhaul_migration::host::set_aside::set_aside_as;
 use longhaul_parcel::{
-    Checked, Date, Job, JobDisk, JobGuest, REPORT_BYTES_MAX, Settings, Shipment, SignedReport,
-    Status, Step,
+    Checked, Date, Job, JobDisk, JobGuest, Media, REPORT_BYTES_MAX, Settings, Shipment,
+    SignedReport, Status, Step,
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The folder of parcels, in the state folder.
 const JOBS: &str = "parcels";
@@ -110,9 +112,17 @@ fn guest_of(config: &Config, guest: &ParcelGuest) -> Result<JobGuest, CliError> 
     })
 }
 
+/// The configuration, and where devices are.
+type Host<'a> = (&'a Config, Arc<dyn Media>);
+
 fn open(config: &Config, name: &str) -> Result<Job, CliError> {
     let job = Job::open(&job_folder(config, name)?)?;
     Ok(job.with_tracking(exports(config)))
+}
+
+/// Opens a job with its devices.
+fn open_on((config, media): &Host<'_>, name: &str) -> Result<Job, CliError> {
+    Ok(open(config, name)?.with_media(media.clone()))
 }
 
 fn exports(config: &Config) -> TrackedExports {
@@ -141,12 +151,12 @@ pub(super) fn create(output: &Output, config: &Config, args: CreateArgs) -> Resu
 /// Adds guests.
 pub(super) fn add(
     output: &Output,
-    config: &Config,
+    host: Host<'_>,
     name: &str,
     (guests, group): (&[ParcelGuest], Option<&str>),
 ) -> Result<u8, CliError> {
-    let mut job = open(config, name)?;
-    job.add(guests_of(config, guests)?)?;
+    let mut job = open_on(&host, name)?;
+    job.add(guests_of(host.0, guests)?)?;
     if let Some(group) = group {
         let names: Vec<String> = guests.iter().map(|guest| guest.name.clone()).collect();
         job.group(group, &names)?;
@@ -158,15 +168,15 @@ pub(super) fn add(
 pub(super) async fn export(
     output: &Output,
     client: &Client,
-    config: &Config,
+    (config, media): Host<'_>,
     args: &ExportArgs,
 ) -> Result<u8, CliError> {
     let folder = job_folder(config, &args.name)?;
-    let absolute = args.devices.iter().map(std::path::absolute);
+    let absolute = args.devices.iter().map(|device| absolute(device));
     let devices: Vec<PathBuf> = absolute.collect::<Result<_, _>>()?;
     let job = match &args.to {
         None => {
-            let mut job = Job::open(&folder)?;
+            let mut job = Job::open(&folder)?.with_media(media);
             job.begin(&devices, args.limit, now_s())?;
             job
         }
@@ -178,7 +188,8 @@ pub(super) async fn export(
                 now: now_s(),
             };
             let guests = guests_of(config, &args.guests)?;
-            Job::create(&folder, &settings, (&devices, args.limit), guests)?
+            let devices = (&devices[..], args.limit);
+            Job::create_on(media, &folder, &settings, devices, guests)?
         }
     };
     finish(output, client, config, (job, args.no_freeze)).await
@@ -188,19 +199,19 @@ pub(super) async fn export(
 pub(super) async fn top_up(
     output: &Output,
     client: &Client,
-    config: &Config,
+    host: Host<'_>,
     (name, no_freeze): (&str, bool),
 ) -> Result<u8, CliError> {
-    let mut job = open(config, name)?;
+    let mut job = open_on(&host, name)?;
     if !job.tops_up() {
         job.top_up()?;
     }
-    finish(output, client, config, (job, no_freeze)).await
+    finish(output, client, host.0, (job, no_freeze)).await
 }
 
 /// Notes a journey, or takes the note back.
-pub(super) fn ship(output: &Output, config: &Config, args: ShipArgs) -> Result<u8, CliError> {
-    let mut job = open(config, &args.name)?;
+pub(super) fn ship(output: &Output, host: Host<'_>, args: ShipArgs) -> Result<u8, CliError> {
+    let mut job = open_on(&host, &args.name)?;
     match (args.courier, args.number) {
         (Some(courier), Some(number)) => job.ship(Shipment {
             courier,
@@ -213,7 +224,7 @@ pub(super) fn ship(output: &Output, config: &Config, args: ShipArgs) -> Result<u
             job.cancel_shipment()?;
         }
     }
-    show_status(output, &open(config, &args.name)?)
+    show_status(output, &open_on(&host, &args.name)?)
 }
 
 /// Prints a parcel's key.
@@ -254,12 +265,12 @@ fn show_status(output: &Output, job: &Job) -> Result<u8, CliError> {
 }
 
 /// Shows a parcel.
-pub(super) fn status(output: &Output, config: &Config, name: &str) -> Result<u8, CliError> {
-    show_status(output, &open(config, name)?)
+pub(super) fn status(output: &Output, host: Host<'_>, name: &str) -> Result<u8, CliError> {
+    show_status(output, &open_on(&host, name)?)
 }
 
 /// Lists all parcels.
-pub(super) fn list(output: &Output, config: &Config) -> Result<u8, CliError> {
+pub(super) fn list(output: &Output, (config, media): Host<'_>) -> Result<u8, CliError> {
     let folder = config.state.join(JOBS);
     let cannot = |error: io::Error| {
         CliError::parcel(
@@ -280,6 +291,7 @@ pub(super) fn list(output: &Output, config: &Config) -> Result<u8, CliError> {
     names.sort();
     let parcels = names.into_iter().map(|name| {
         let parcel = Job::open(&folder.join(&name)).map_err(CliError::from);
+        let parcel = parcel.map(|job| job.with_media(media.clone()));
         match parcel.and_then(|job| document(&job)) {
             Ok(parcel) => Listed {
                 name,
