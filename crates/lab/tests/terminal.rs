@@ -1,6 +1,11 @@
 //! Tests a parcel whose devices are attached to a third host, a terminal, while the guest goes on
 //! and the link to the terminal is cut.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stderr
+)]
 
 use longhaul_lab::guest::disks::{LocalDisk, local_disks};
 use longhaul_lab::guest::{KernelFiles, Tiny};

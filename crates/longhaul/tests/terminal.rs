@@ -57,7 +57,7 @@ impl Host {
     }
 
     /// Returns the words of a command about parcels.
-    fn words<'a>(&self, words: &[&'a str]) -> Vec<String> {
+    fn words(&self, words: &[&str]) -> Vec<String> {
         let config = self.agent.folder.path().join("agent.toml");
         let config = config.display().to_string();
         let first = ["--json", "parcel", "--config", &config];
