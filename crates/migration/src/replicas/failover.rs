@@ -13,7 +13,14 @@ use longhaul_protocol::guest::GuestDescription;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use tokio::task::block_in_place;
+use tokio::time::{Instant, sleep};
+
+/// How long a version may arrive from a host that is lost: its connection ends after 15 s without a
+/// word.
+const BUSY_WITHIN: Duration = Duration::from_secs(30);
+const BUSY_PAUSE: Duration = Duration::from_millis(200);
 
 /// Puts the disks of a version in place, and takes the right to run the guest. It can be done
 /// again, and goes on where it was interrupted.
@@ -31,12 +38,10 @@ pub(crate) async fn fail_over(
         .ok_or_else(|| no_replica(guest))?;
     if known.failed_over.is_none() {
         // A version that was interrupted is completed first.
-        block_in_place(|| Replica::open(&path))
-            .map(drop)
-            .map_err(|error| match error {
-                ReplicaError::Busy(_) => ApiError::new(ErrorCode::GuestBusy, error.to_string()),
-                error => cannot(&error),
-            })?;
+        open_settled(&path).await.map_err(|error| match error {
+            ReplicaError::Busy(_) => ApiError::new(ErrorCode::GuestBusy, error.to_string()),
+            error => cannot(&error),
+        })?;
     }
     let looked = block_in_place(|| Replica::look(&path)).map_err(|error| cannot(&error))?;
     let (spec, versions) = looked.ok_or_else(|| no_replica(guest))?;
@@ -92,6 +97,17 @@ pub(crate) async fn fail_over(
             .collect(),
     };
     Ok((known.guest, done))
+}
+
+/// Opens a replica, as soon as no version arrives any more.
+async fn open_settled(folder: &Path) -> Result<(), ReplicaError> {
+    let until = Instant::now() + BUSY_WITHIN;
+    loop {
+        match block_in_place(|| Replica::open(folder)) {
+            Err(ReplicaError::Busy(_)) if Instant::now() < until => sleep(BUSY_PAUSE).await,
+            opened => return opened.map(drop),
+        }
+    }
 }
 
 /// Refuses a failover of a guest that is here, or whose images are.
