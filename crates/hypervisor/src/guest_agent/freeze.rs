@@ -79,6 +79,7 @@ fn count(command: &'static str, answer: &Value) -> Result<u64, AgentError> {
 /// # Errors
 /// When there is no QEMU behind the port.
 pub async fn thaw(port: &Path) -> Result<u64, AgentError> {
+    let mut is_said = false;
     loop {
         let talk = async {
             let mut agent = Agent::connect(port).await?;
@@ -100,7 +101,9 @@ pub async fn thaw(port: &Path) -> Result<u64, AgentError> {
                 error.to_string(),
             )));
         }
-        tracing::warn!(port = %port.display(), %error, "file systems are not thawed yet");
+        if !std::mem::replace(&mut is_said, true) {
+            tracing::warn!(port = %port.display(), %error, "file systems are not thawed yet");
+        }
         sleep(THAW_AGAIN).await;
     }
 }
