@@ -47,6 +47,8 @@ impl<D: Document> Copier<D> {
         now: u64,
         progress: &mut dyn FnMut(&Step<'_>),
     ) -> Result<(), JobError> {
+        // Those of an earlier run are too old.
+        self.moments.clear();
         let mut consolidations = 0;
         loop {
             while self.state.next.guest < self.state.guests.len() {
