@@ -62,6 +62,8 @@ pub(super) struct Row {
     pub(super) rewritten: Option<Changed>,
     /// Bytes of disks over the link relative to what had to be sent.
     pub(super) disk_bytes_vs_changed: Option<f64>,
+    /// The same, where blocks that were rewritten during the move count twice.
+    pub(super) disk_bytes_vs_changes: Option<f64>,
 }
 
 /// The steps before a move.
@@ -214,6 +216,7 @@ fn one(
             changed: None,
             rewritten: None,
             disk_bytes_vs_changed: None,
+            disk_bytes_vs_changes: None,
         },
         history: History::new(&task),
         guest,
@@ -382,11 +385,14 @@ impl Subject {
             let both = at_begin.get(disk).zip(at_switch.get(disk));
             both.is_some_and(|(begin, switch)| changed::differs(begin, switch, block))
         };
-        self.row.rewritten = Some(changed::between(&pairs(at_begin), again).during(doing)?);
+        let rewritten = changed::between(&pairs(at_begin), again).during(doing)?;
+        self.row.rewritten = Some(rewritten);
         self.row.changed = Some(changed);
         let sent = self.row.moved.disk_bytes.map(|bytes| bytes as f64);
-        let had_to = Some(changed.compressed_bytes).filter(|bytes| *bytes > 0);
-        self.row.disk_bytes_vs_changed = sent.zip(had_to).map(|(sent, it)| sent / it as f64);
+        let ratio = |bytes: u64| Some(sent? / Some(bytes).filter(|bytes| *bytes > 0)? as f64);
+        self.row.disk_bytes_vs_changed = ratio(changed.compressed_bytes);
+        let changes = changed.compressed_bytes + rewritten.compressed_bytes;
+        self.row.disk_bytes_vs_changes = ratio(changes);
         Ok(())
     }
 

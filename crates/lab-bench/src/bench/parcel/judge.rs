@@ -83,10 +83,17 @@ pub(super) fn judge_moves(rows: &[Row], document: &mut Document) {
             document.add_check(&name, Some(ours / alone), Sense::AtMost, 1.0);
         }
         // Of an idle guest nothing has to be sent.
-        let ratios = parcel.iter().filter_map(|row| row.disk_bytes_vs_changed);
-        if let Some(ratio) = median(ratios) {
-            let name = format!("disk_bytes_vs_changed.{workload}");
-            document.add_check(&name, Some(ratio), Sense::AtMost, DISK_BYTES);
+        let ratios = |of: fn(&Row) -> Option<f64>| median(parcel.iter().filter_map(|row| of(row)));
+        let checks = [
+            ("changed", ratios(|row| row.disk_bytes_vs_changed)),
+            // A block that was rewritten during the move may have to be sent again.
+            ("changes", ratios(|row| row.disk_bytes_vs_changes)),
+        ];
+        for (what, ratio) in checks {
+            if let Some(ratio) = ratio {
+                let name = format!("disk_bytes_vs_{what}.{workload}");
+                document.add_check(&name, Some(ratio), Sense::AtMost, DISK_BYTES);
+            }
         }
     }
     let own: Vec<_> = rows
@@ -216,6 +223,7 @@ mod tests {
             changed: None,
             rewritten: None,
             disk_bytes_vs_changed: is_ahead.then_some(disk_bytes as f64 / 1e6),
+            disk_bytes_vs_changes: is_ahead.then_some(disk_bytes as f64 / 1.1e6),
         }
     }
 
@@ -228,7 +236,8 @@ mod tests {
         let mut document = Document::new("parcel");
         judge_moves(&rows, &mut document);
         let values: Vec<_> = checks(&document).iter().map(|check| check.1).collect();
-        assert_eq!(values, [0.5, 1.05, 0.0, 0.0].map(Some));
+        let changes = 1_050_000.0 / 1.1e6;
+        assert_eq!(values, [0.5, 1.05, changes, 0.0, 0.0].map(Some));
         assert!(document.holds());
         let mut failed = moved(PARCEL, 1.0, 1);
         failed.moved.outcome = "failed: it broke".to_owned();
@@ -238,7 +247,7 @@ mod tests {
         let mut document = Document::new("parcel");
         judge_moves(&rows, &mut document);
         let held: Vec<_> = checks(&document).iter().map(|check| check.2).collect();
-        assert_eq!(held, [true, false, false, false]);
+        assert_eq!(held, [true, false, true, false, false]);
     }
 
     #[test]
