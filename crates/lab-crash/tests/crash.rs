@@ -12,9 +12,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The number of cases in `make test`: some minutes on two cores that run other tests too. All of
 /// them: `make crash-matrix`.
-const CASES: usize = 8;
+const CASES: usize = 6;
 /// The number of moves back and forth; `lab soak` runs more.
-const MOVES: u32 = 5;
+const MOVES: u32 = 4;
 /// The seed of another choice of cases: the number that a run printed.
 const SEED: &str = "LONGHAUL_CRASH_SEED";
 

@@ -2,8 +2,10 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::error::LabError;
+use crate::lab::say;
 use crate::process::run;
 
 /// The versions of QEMU between which guests are moved.
@@ -21,6 +23,19 @@ pub fn folder() -> PathBuf {
 /// Returns whether a test must fail, instead of being skipped, when a QEMU is missing; so in CI.
 pub fn all_required() -> bool {
     std::env::var_os("LONGHAUL_LAB_REQUIRE_ALL").is_some_and(|value| value != "0")
+}
+
+/// Returns whether a test runs today: one of `of` tests that take turns day by day, in UTC. All run
+/// with `LONGHAUL_TEST_ALL=1`. A test that does not run says so.
+pub fn is_its_day(turn: u64, of: u64) -> bool {
+    let set = std::env::var_os("LONGHAUL_TEST_ALL").is_some_and(|value| value != "0");
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let days = now.map_or(0, |now| now.as_secs() / 86_400);
+    let is_due = set || days % of.max(1) == turn;
+    if !is_due {
+        say("SKIPPED today: such tests take turns; all of them: LONGHAUL_TEST_ALL=1");
+    }
+    is_due
 }
 
 /// Returns the folder of the guests' kernel: `vmlinuz`, `modules` and `release`.

@@ -13,6 +13,7 @@ use common::{LIMIT, Running, Stage, tiny, workload};
 use longhaul_api::{Consequence, Guest, Migration, Outcome, Phase, Report};
 use longhaul_lab::arena::Workload;
 use longhaul_lab::guest::{Chipset, Tiny};
+use longhaul_lab::installed;
 use longhaul_lab::link::spec::LinkSpec;
 use longhaul_lab::process::{kill_all, wait_until};
 use std::fs;
@@ -523,6 +524,9 @@ fn an_agent_may_end_at_ten_points_of_a_drain() {
 
 #[test]
 fn the_destination_s_agent_may_end_while_its_guest_waits() {
+    if !installed::is_its_day(0, 2) {
+        return;
+    }
     let Some(mut stage) = Stage::new("following to a bad agent", ["10.0", "10.0"], LINK) else {
         return;
     };
@@ -540,6 +544,9 @@ fn the_destination_s_agent_may_end_while_its_guest_waits() {
 
 #[test]
 fn the_destination_s_agent_may_end_before_its_guest_runs() {
+    if !installed::is_its_day(1, 2) {
+        return;
+    }
     let Some(mut stage) = Stage::new("following too early", ["10.0", "10.0"], LINK) else {
         return;
     };
@@ -565,6 +572,9 @@ fn the_destination_s_agent_may_end_before_its_guest_runs() {
 
 #[test]
 fn a_page_server_that_is_killed_is_replaced() {
+    if !installed::is_its_day(0, 2) {
+        return;
+    }
     let Some(mut stage) = Stage::new("following to a bad server", ["10.0", "10.0"], LINK) else {
         return;
     };
@@ -578,6 +588,9 @@ fn a_page_server_that_is_killed_is_replaced() {
 /// The source's agent lives on, so the agents are connected all the time.
 #[test]
 fn lost_memory_is_said_and_given_up_by_an_operator() {
+    if !installed::is_its_day(1, 2) {
+        return;
+    }
     let Some(stage) = Stage::new("following from nowhere", ["10.0", "10.0"], LINK) else {
         return;
     };
@@ -618,6 +631,9 @@ fn lost_memory_is_said_and_given_up_by_an_operator() {
 /// A guest whose missing memory is lost ends only with its QEMU. Nothing is needed for it then.
 #[test]
 fn a_guest_that_ends_needs_no_memory() {
+    if !installed::is_its_day(0, 2) {
+        return;
+    }
     let Some(stage) = Stage::new("following in vain", ["10.0", "10.0"], LINK) else {
         return;
     };
@@ -654,6 +670,9 @@ fn a_guest_that_ends_needs_no_memory() {
 
 #[test]
 fn a_memory_file_outlives_the_source_s_qemu() {
+    if !installed::is_its_day(1, 2) {
+        return;
+    }
     let Some(mut stage) = Stage::new("following from a file", ["10.0", "10.0"], LINK) else {
         return;
     };

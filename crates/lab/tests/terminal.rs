@@ -170,6 +170,9 @@ fn images(folder: &Path, disks: &[LocalDisk]) -> toml::Table {
 
 #[test]
 fn a_parcel_is_written_and_read_at_a_terminal_over_a_link_that_is_cut() {
+    if !installed::is_its_day(0, 2) {
+        return;
+    }
     let Some(mut stage) = Stage::new() else {
         return;
     };
