@@ -218,7 +218,7 @@ fn a_guests_agent_freezes_its_file_system_at_the_moment_of_a_version() {
     assert!(stage.imported_needs_recovery());
     stage.goes_on();
 
-    // Whoever asked ends: it is thawed.
+    // The program that asked ends: it is thawed.
     let (mut guard, note) = stage.freezes();
     assert!(stage.is_still());
     drop(guard.stdin.take());

@@ -2,10 +2,10 @@
 //! at that moment.
 //!
 //! Programs in the guest that write wait until the file systems are thawed. So a process of its
-//! own, the *guard*, freezes and thaws them: it thaws them when it is asked to, when whoever asked
-//! has ended, and in any case after [`FROZEN_MAX`]. It notes the guest's port in a file meanwhile.
-//! If the guard ends too, whoever started it thaws them, and otherwise the next agent
-//! ([`thaw_noted`]).
+//! own, the *guard*, freezes and thaws them. It thaws them when it is told to, when the program that
+//! started it has ended, and in any case after [`FROZEN_MAX`]. It notes the guest's port in a file
+//! meanwhile. If the guard is killed, the program that started it thaws them. If both are killed, the
+//! next agent does ([`thaw_noted`]).
 
 use super::{Agent, AgentError, TALK_TIMEOUT};
 use serde::{Deserialize, Serialize};
@@ -382,6 +382,8 @@ mod tests {
             let mut stream = tokio::io::BufReader::new(stream);
             assert_eq!(stream.read_u8().await.unwrap(), super::super::DELIMITER);
             let mut line = String::new();
+            // The answer to the order to freeze, until it is told to thaw.
+            let mut late = Vec::new();
             while stream
                 .read_line(&mut line)
                 .await
@@ -392,13 +394,15 @@ mod tests {
                 let Some(answer) = self.answer(temper, &question) else {
                     return;
                 };
-                if question["execute"] == FREEZE && temper == Temper::Slow {
-                    sleep(SHORT * 3).await;
-                }
                 let text = match question["execute"] == "guest-sync-delimited" {
                     true => [&[0xff], answer.to_string().as_bytes(), b"\n"].concat(),
                     false => format!("{answer}\n").into_bytes(),
                 };
+                if question["execute"] == FREEZE && temper == Temper::Slow {
+                    late = text;
+                    continue;
+                }
+                let text = [std::mem::take(&mut late), text].concat();
                 if stream.get_mut().write_all(&text).await.is_err() {
                     return;
                 }
@@ -419,8 +423,9 @@ mod tests {
         }
     }
 
-    /// Runs a guard, which is asked to thaw after this time. Returns what it said.
-    async fn said(temper: Temper, asks_after: Duration) -> Vec<Word> {
+    /// Runs a guard with a time limit, which is asked to thaw after another time. Returns what it
+    /// said.
+    async fn said(temper: Temper, limit: Duration, asks_after: Duration) -> Vec<Word> {
         let folder = tempfile::tempdir().unwrap();
         let (port, note) = (
             folder.path().join("port"),
@@ -433,11 +438,11 @@ mod tests {
         let asks = async {
             sleep(asks_after).await;
             let is_frozen = *guest.frozen.lock().unwrap();
-            // Whoever finds them frozen finds the note.
+            // While they are frozen, the note is there.
             assert!(!is_frozen || fs::read(&noted).unwrap() == port.as_os_str().as_bytes());
             drop(ours);
         };
-        tokio::join!(guard_for(SHORT, (&port, &note), theirs, says), asks);
+        tokio::join!(guard_for(limit, (&port, &note), theirs, says), asks);
         assert!(!*guest.frozen.lock().unwrap());
         assert!(!note.exists());
         let mut text = String::new();
@@ -450,37 +455,39 @@ mod tests {
     #[tokio::test]
     async fn file_systems_are_frozen_until_they_are_to_be_thawed() {
         let soon = SHORT / 6;
+        // Only what waits for a limit has a short one.
+        let long = FROZEN_MAX * 10;
         assert_eq!(
-            said(Temper::Good, soon).await,
+            said(Temper::Good, long, soon).await,
             [Word::Frozen(2), Word::Thawed(2)]
         );
         let failed = |why: &dyn ToString| Word::Failed(why.to_string());
         // Nobody asks in time.
         assert_eq!(
-            said(Temper::Good, SHORT * 4).await,
+            said(Temper::Good, SHORT, SHORT * 20).await,
             [Word::Frozen(2), failed(&AgentError::Frozen)]
         );
         assert_eq!(
-            said(Temper::Slow, soon).await,
+            said(Temper::Slow, SHORT, soon).await,
             [Word::Late, failed(&AgentError::Silent)]
         );
         assert_eq!(
-            said(Temper::HangsUp, soon).await,
+            said(Temper::HangsUp, long, soon).await,
             [Word::Frozen(2), Word::Thawed(2)]
         );
         assert_eq!(
-            said(Temper::Babbles, soon).await,
+            said(Temper::Babbles, long, soon).await,
             [failed(&AgentError::Answer(FREEZE))]
         );
         assert_eq!(
-            said(Temper::Thaws, soon).await,
+            said(Temper::Thaws, long, soon).await,
             [
                 Word::Frozen(2),
                 failed(&"there were no frozen file systems")
             ]
         );
         assert!(matches!(
-            &said(Temper::Refuses, soon).await[..],
+            &said(Temper::Refuses, long, soon).await[..],
             [Word::Failed(_)]
         ));
     }

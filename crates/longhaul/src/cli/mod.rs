@@ -87,8 +87,8 @@ pub(crate) fn run() -> ExitCode {
     }
 }
 
-/// Freezes the file systems of a guest, until whoever asked for it says so or has ended. Signals
-/// that end other programs do not end this one: it ends by itself, soon.
+/// Freezes the file systems of a guest until the program that started this one says so or ends.
+/// Signals that end other programs do not end this one. It ends by itself within seconds.
 async fn guard_frozen(port: &Path, note: &Path) -> std::io::Result<()> {
     let kinds = [
         SignalKind::terminate(),

@@ -50,7 +50,7 @@ pub(crate) async fn give(
     loop {
         let message = match receiver.recv().await {
             Ok(message) => message,
-            // Whoever used it opens it again.
+            // The command opens it again.
             Err(TalkError::Closed | TalkError::Channel(_)) => break,
             Err(error) => return Err(error),
         };

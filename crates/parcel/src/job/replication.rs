@@ -85,7 +85,7 @@ pub struct Asked {
 }
 
 impl dyn ReplicaLink + '_ {
-    /// Sends what was asked about, until so many questions are left without their answers.
+    /// Sends chunks whose questions are answered until at most `left` wait for their answers.
     fn settle(&mut self, left: usize) -> Result<(), JobError> {
         while self.asked().chunks.len() > left {
             let mask = self.differing().map_err(JobError::Link)?;

@@ -362,7 +362,7 @@ impl Talk {
         answer.map_err(|error| self.fails(error))
     }
 
-    /// Takes the answers of writes, until so many are outstanding.
+    /// Takes answers to writes until at most `ahead` are outstanding.
     async fn settle(&mut self, ahead: u32) -> io::Result<()> {
         while self.unanswered > ahead {
             self.unanswered -= 1;
