@@ -21,9 +21,6 @@ use std::time::Instant;
 
 /// Moments that may be lost in one run. After that the guest is exported as it is.
 const MOMENTS: usize = 3;
-/// Versions that one run adds for guests whose last one is of no moment, or not of that of their
-/// group. The second one is for a run that goes on in the middle of the first.
-const CONSOLIDATIONS: usize = 2;
 
 /// Why a guest was not exported.
 enum Failure {
@@ -49,6 +46,8 @@ impl<D: Document> Copier<D> {
     ) -> Result<(), JobError> {
         // Those of an earlier run are too old.
         self.moments.clear();
+        // One version is added. A run that goes on in the middle of it may add another.
+        let most = 1 + usize::from(self.state.consolidates);
         let mut consolidations = 0;
         loop {
             while self.state.next.guest < self.state.guests.len() {
@@ -57,7 +56,7 @@ impl<D: Document> Copier<D> {
                     false => self.export(sink, now, progress)?,
                 }
             }
-            if consolidations == CONSOLIDATIONS || !self.consolidate()? {
+            if consolidations == most || !self.consolidate()? {
                 self.state.consolidates = false;
                 return Ok(());
             }
