@@ -2,10 +2,10 @@
 //! at that moment.
 //!
 //! Programs in the guest that write wait until the file systems are thawed. So a process of its
-//! own, the *guard*, freezes and thaws them. It thaws them when it is told to, when the program that
-//! started it has ended, and in any case after [`FROZEN_MAX`]. It notes the guest's port in a file
-//! meanwhile. If the guard is killed, the program that started it thaws them. If both are killed, the
-//! next agent does ([`thaw_noted`]).
+//! own, the *guard*, freezes and thaws them. It thaws them when it is told to, when the program
+//! that started it has ended, and in any case after [`FROZEN_MAX`]. It notes the guest's port in a
+//! file meanwhile. If the guard is killed, the program that started it thaws them. If both are
+//! killed, the next agent does ([`thaw_noted`]).
 
 use super::{Agent, AgentError, TALK_TIMEOUT};
 use serde::{Deserialize, Serialize};

@@ -125,9 +125,8 @@ pub(super) fn bring(
         (Some(error), _) => return Err(error),
         (None, imported) => imported?,
     };
-    let folder = args.into.clone();
-    let folder = folder.unwrap_or_else(|| config.state.join(REPORTS));
-    let guests = guests.into_iter().map(|guest| describe(&folder, guest));
+    let guests = guests.into_iter();
+    let guests = guests.map(|guest| describe(config, args.into.as_deref(), guest));
     let guests = guests.collect();
     let report_file = match args.into {
         Some(_) => None,
@@ -168,9 +167,15 @@ pub(super) fn bring(
     Ok(0)
 }
 
-/// Writes the description of an imported guest to a folder. The disks are there in any case.
-fn describe(folder: &Path, guest: ImportedGuest) -> ImportedGuestDocument {
-    let (description, trouble) = match write_description(folder, guest.description) {
+/// Writes the description of an imported guest beside its disks in a folder of the caller's, or
+/// beside the report. The disks are there in any case.
+fn describe(config: &Config, into: Option<&Path>, guest: ImportedGuest) -> ImportedGuestDocument {
+    let (folder, replaces) = match into {
+        Some(folder) => (folder.to_path_buf(), false),
+        None => (config.state.join(REPORTS), true),
+    };
+    let about = (&*guest.guest, guest.description);
+    let (description, trouble) = match write_description((&folder, replaces), about) {
         Ok(path) => (path, None),
         Err(why) => (None, Some(why)),
     };
@@ -185,7 +190,10 @@ fn describe(folder: &Path, guest: ImportedGuest) -> ImportedGuestDocument {
     }
 }
 
-fn write_description(folder: &Path, description: Value) -> Result<Option<PathBuf>, String> {
+fn write_description(
+    (folder, replaces): (&Path, bool),
+    (guest, description): (&str, Value),
+) -> Result<Option<PathBuf>, String> {
     let text = |error: &dyn Display| format!("its description cannot be used: {error}");
     let description: Option<GuestDescription> =
         serde_json::from_value(description).map_err(|error| text(&error))?;
@@ -195,7 +203,13 @@ fn write_description(folder: &Path, description: Value) -> Result<Option<PathBuf
     // Another program may have written it.
     description::check(&described).map_err(|error| text(&error))?;
     let toml = toml::to_string(&described).map_err(|error| text(&error))?;
-    let path = folder.join(format!("{}.toml", described.name));
+    if described.name != guest {
+        return Err(format!("its description is that of {}", described.name));
+    }
+    let path = folder.join(format!("{guest}.toml"));
+    if !replaces && path.exists() {
+        return Err(format!("{} exists, and is not replaced", path.display()));
+    }
     let names = ["the description", "its name"];
     fs::create_dir_all(folder)
         .and_then(|()| replace(&RealFiles, &path, toml.as_bytes(), names))
