@@ -5,13 +5,13 @@ use std::thread;
 use std::time::Duration;
 
 /// The rest after some work, relative to its processor time.
-const SHARE: u32 = 2;
+const SHARE: u32 = 5;
 /// Less work is followed by no rest yet.
 const LEAST: Duration = Duration::from_millis(2);
 /// One rest takes no longer, whatever the work was.
-const LONGEST: Duration = Duration::from_millis(200);
+const LONGEST: Duration = Duration::from_millis(500);
 
-/// Rests of a process that works beside guests: on average it takes half a processor at most. To
+/// Rests of a process that works beside guests: on average it takes a sixth of a processor. To
 /// wait for disks and devices is no work.
 #[derive(Debug)]
 pub(super) struct Rests {
@@ -51,7 +51,7 @@ mod tests {
     fn a_rest_is_in_proportion_to_the_work_and_not_endless() {
         let ms = Duration::from_millis;
         assert_eq!(rest(ms(1)), None);
-        assert_eq!(rest(ms(30)), Some(ms(60)));
+        assert_eq!(rest(ms(30)), Some(ms(150)));
         assert_eq!(rest(Duration::from_secs(9)), Some(LONGEST));
     }
 }

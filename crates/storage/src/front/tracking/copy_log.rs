@@ -216,12 +216,15 @@ impl LogReader {
 
     /// Reads bytes as they were at the checkpoint.
     pub(super) fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
-        // The image may have become longer since, and never shorter.
-        self.disk.file().read_exact_at(buffer, offset)?;
         let bytes = offset..offset + buffer.len() as u64;
         let units = units(&bytes);
         let mut kept = vec![0; (units.end - units.start) as usize];
         self.map.read_exact_at(&mut kept, units.start)?;
+        if kept.contains(&0) {
+            // The image may have become longer since, and never shorter.
+            self.disk.file().read_exact_at(buffer, offset)?;
+            self.map.read_exact_at(&mut kept, units.start)?;
+        }
         for (unit, _) in units.zip(kept).filter(|(_, kept)| *kept != 0) {
             let start = (unit * UNIT_BYTES).max(bytes.start);
             let end = ((unit + 1) * UNIT_BYTES).min(bytes.end);
