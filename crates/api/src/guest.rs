@@ -1,5 +1,6 @@
 //! Defines guests: their list, start, stop and attachment.
 
+use crate::discovered::GuestOwner;
 use crate::doubt::OtherSide;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -49,6 +50,11 @@ pub struct Guest {
     pub pid: Option<u32>,
     /// Whether another program started the guest's QEMU.
     pub attached: bool,
+    /// Who started the guest's QEMU, and ends it.
+    pub owner: GuestOwner,
+    /// Why the guest cannot be moved whatever the destination is, as text, if that is known without
+    /// a plan; null otherwise.
+    pub obstacle: Option<String>,
     /// Generation of the right to run the guest. It grows with each handover.
     pub generation: Option<u64>,
     /// Id of the guest's current migration.

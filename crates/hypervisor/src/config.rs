@@ -25,6 +25,9 @@ pub struct HostConfig {
     pub state: PathBuf,
     /// QEMU on this host.
     pub qemu: QemuConfig,
+    /// libvirt on this host.
+    #[serde(default)]
+    pub libvirt: LibvirtConfig,
     /// Disk images by name.
     #[serde(default)]
     pub images: BTreeMap<String, Image>,
@@ -92,6 +95,25 @@ pub struct QemuConfig {
     /// The largest amount of memory that all guests of this host may have together, in bytes.
     #[serde(default, deserialize_with = "size")]
     pub memory_limit: Option<u64>,
+}
+
+/// libvirt on this host.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LibvirtConfig {
+    /// Whether its guests are guests of this host.
+    pub enabled: bool,
+    /// The socket of its daemon; by default that of `virtqemud` or `libvirtd`, if there is one.
+    pub socket: Option<PathBuf>,
+}
+
+impl Default for LibvirtConfig {
+    fn default() -> Self {
+        Self {
+            enabled: true,
+            socket: None,
+        }
+    }
 }
 
 /// A root agent whose configuration does not say that QEMU may run as root.

@@ -6,7 +6,7 @@
 
 use crate::description;
 use crate::folder::{GuestFolder, Record};
-use crate::manager::{Facts, Guest};
+use crate::manager::{Facts, Guest, Owner};
 use crate::process::{Account, Process, ProcessId};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::scope::Scope;
@@ -210,7 +210,11 @@ impl RecordedGuest {
             description: self.description.clone(),
             generation: self.record.generation,
             process: self.record.process.clone(),
-            attached: self.is_attached(),
+            owner: match self.is_attached() {
+                true => Owner::Attached,
+                false => Owner::Longhaul,
+            },
+            paused: false,
             sender: self.folder.sender(),
             log: self.folder.log(),
             channels: channels.map(|one| channel(&one.name)).collect(),

@@ -6,7 +6,7 @@ use crate::folder::GuestFolder;
 use crate::guest::{self, RecordedGuest, StopError};
 use crate::launch::{Launch, Role};
 use crate::manager::{
-    AbortError, Commit, CommitError, Found, Guest, GuestManager, IncomingGuest,
+    AbortError, Commit, CommitError, Cookie, Departure, Found, Guest, GuestManager, IncomingGuest,
     LaunchIncomingError, Launched, Lease, ManagerError, Stays,
 };
 use crate::memory::{self, Continuation, Settings};
@@ -15,6 +15,7 @@ use crate::starter::Starter;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use longhaul_protocol::HostId;
+use longhaul_protocol::guest::Managed;
 use serde_json::json;
 use std::fmt::Display;
 use std::io;
@@ -69,7 +70,11 @@ impl Launcher {
             bases,
             sizes,
             sender,
+            managed,
         } = incoming;
+        if let Some(Managed { by, .. }) = managed {
+            return Err(unsuitable(&format!("the guest is one of {by}")));
+        }
         let capabilities = self.prober.capabilities().await;
         let capabilities = capabilities.map_err(|error| unsuitable(&error))?;
         let machine = &description.machine;
@@ -92,6 +97,8 @@ impl Launcher {
                 guest,
                 lease: Lease::from(qmp),
                 socket,
+                listens: false,
+                cookie: Cookie::default(),
             }),
             Err(error) => {
                 if let Err(error) = recorded.stop(Some(&qmp)).await {
@@ -276,7 +283,8 @@ impl GuestManager for Launcher {
         &'a self,
         guest: &'a Guest,
         lease: &'a Lease,
-    ) -> BoxFuture<'a, Result<PathBuf, ManagerError>> {
+        _: Cookie,
+    ) -> BoxFuture<'a, Result<Departure, ManagerError>> {
         async move {
             let folder = self.folder(guest).map_err(failed)?;
             let socket = folder.socket("outgoing").map_err(failed)?;
@@ -285,7 +293,7 @@ impl GuestManager for Launcher {
             if let Err(error) = folder.forget_stop() {
                 tracing::error!(guest = guest.name(), %error, "cannot forget a stop");
             }
-            Ok(socket)
+            Ok(Departure::from(socket))
         }
         .boxed()
     }

@@ -26,6 +26,7 @@ pub mod helper;
 pub mod launch;
 pub mod launcher;
 pub mod manager;
+pub mod managers;
 pub mod memory;
 pub mod observe;
 mod open_files;

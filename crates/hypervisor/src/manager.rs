@@ -16,13 +16,16 @@
 use crate::disk::base::Base;
 use crate::folder::log_tail;
 use crate::guest::StopError;
+use crate::memory::{ByCommand, Migrator};
 use crate::process::{Process, ProcessId};
 use crate::qmp::Qmp;
 use crate::starter::Starter;
+use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use longhaul_protocol::HostId;
-use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::guest::{GuestDescription, Managed, Manager};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -43,7 +46,9 @@ pub trait GuestManager: Send + Sync {
         let found = self.list()?;
         Ok(found.into_iter().find_map(|found| match found {
             Found::Running(guest) if guest.name() == name => Some(guest),
-            Found::Running(_) | Found::Ended(_) | Found::Damaged { .. } => None,
+            Found::Running(_) | Found::Ended(_) | Found::Foreign { .. } | Found::Damaged { .. } => {
+                None
+            }
         }))
     }
 
@@ -91,13 +96,32 @@ pub trait GuestManager: Send + Sync {
         lease: Option<&'a Lease>,
     ) -> BoxFuture<'a, Result<(), StopError>>;
 
+    /// Begins the departure of a guest: keeps other programs from changing it. Returns what the
+    /// manager of the destination needs for [`GuestManager::launch_incoming`]. The departure ends
+    /// with the lease, if not by [`GuestManager::abort_outgoing`] or [`GuestManager::confirm`].
+    fn begin<'a>(
+        &'a self,
+        _guest: &'a Guest,
+        _lease: &'a Lease,
+    ) -> BoxFuture<'a, Result<Cookie, ManagerError>> {
+        async { Ok(Cookie::default()) }.boxed()
+    }
+
     /// Notes durably what [`GuestManager::abort_outgoing`] has to restore in a guest's QEMU.
-    /// Returns the path of the socket for its migration stream, where QEMU may connect.
+    /// Returns how it is made to migrate. `prepared` is what the manager of the destination has for
+    /// this one.
     fn depart<'a>(
         &'a self,
         guest: &'a Guest,
         lease: &'a Lease,
-    ) -> BoxFuture<'a, Result<PathBuf, ManagerError>>;
+        prepared: Cookie,
+    ) -> BoxFuture<'a, Result<Departure, ManagerError>>;
+
+    /// Ends the manager's part of a departure whose stream was read to its end. Returns what the
+    /// manager of the destination needs for [`GuestManager::commit`].
+    fn departed<'a>(&'a self, _guest: &'a Guest) -> BoxFuture<'a, Result<Cookie, ManagerError>> {
+        async { Ok(Cookie::default()) }.boxed()
+    }
 
     /// Notes whether a move is about to stop a departing guest. The note survives the agent. It
     /// need not survive the host: neither does the guest.
@@ -127,6 +151,15 @@ pub enum Found {
     Running(Guest),
     /// Its QEMU has ended, by itself or with the machine.
     Ended(Guest),
+    /// It runs at another program, and cannot be described, so it cannot be moved.
+    Foreign {
+        /// The guest.
+        name: String,
+        /// The program that manages it.
+        by: Manager,
+        /// The reason, and what to do.
+        why: String,
+    },
     /// Its record cannot be used; nothing was changed.
     Damaged {
         /// The guest.
@@ -145,7 +178,7 @@ impl Found {
     pub fn name(&self) -> &str {
         match self {
             Self::Running(guest) | Self::Ended(guest) => guest.name(),
-            Self::Damaged { name, .. } => name,
+            Self::Foreign { name, .. } | Self::Damaged { name, .. } => name,
         }
     }
 
@@ -153,6 +186,7 @@ impl Found {
     pub fn description(&self) -> Option<&GuestDescription> {
         match self {
             Self::Running(guest) | Self::Ended(guest) => Some(guest.description()),
+            Self::Foreign { .. } => None,
             Self::Damaged { description, .. } => description.as_deref(),
         }
     }
@@ -161,7 +195,53 @@ impl Found {
     pub fn sender(&self) -> Option<HostId> {
         match self {
             Self::Running(guest) | Self::Ended(guest) => guest.sender(),
+            Self::Foreign { .. } => None,
             Self::Damaged { sender, .. } => *sender,
+        }
+    }
+}
+
+/// Who started the QEMU of a guest, and ends it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Owner {
+    /// Longhaul.
+    Longhaul,
+    /// A program or a person that Longhaul does not know; the guest was attached to.
+    Attached,
+    /// libvirt.
+    Libvirt,
+}
+
+impl Owner {
+    /// Returns the program that manages the guest beside Longhaul.
+    pub fn manager(self) -> Option<Manager> {
+        match self {
+            Self::Longhaul | Self::Attached => None,
+            Self::Libvirt => Some(Manager::Libvirt),
+        }
+    }
+}
+
+/// What the managers at the two ends of a move tell each other. Only managers of the same kind
+/// understand it; those of Longhaul's own guests need none.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Cookie(pub Vec<u8>);
+
+/// How a guest departs.
+#[derive(Debug, Clone)]
+pub struct Departure {
+    /// The path of the socket for its migration stream, where who connects may do so.
+    pub socket: PathBuf,
+    /// Who makes its QEMU migrate.
+    pub by: Arc<dyn Migrator>,
+}
+
+impl From<PathBuf> for Departure {
+    /// By QEMU's own commands.
+    fn from(socket: PathBuf) -> Self {
+        Self {
+            socket,
+            by: Arc::new(ByCommand),
         }
     }
 }
@@ -179,8 +259,10 @@ pub struct Facts {
     pub generation: u64,
     /// Its process, also after that has ended.
     pub process: Option<ProcessId>,
-    /// Whether a program other than Longhaul started its QEMU.
-    pub attached: bool,
+    /// Who started its QEMU, and ends it.
+    pub owner: Owner,
+    /// Whether its manager knows that it is paused.
+    pub paused: bool,
     /// The host that sent it, if it came by a migration.
     pub sender: Option<HostId>,
     /// QEMU's log.
@@ -211,9 +293,19 @@ impl Guest {
         self.0.generation
     }
 
-    /// Returns whether a program other than Longhaul started its QEMU.
+    /// Returns who started its QEMU, and ends it.
+    pub fn owner(&self) -> Owner {
+        self.0.owner
+    }
+
+    /// Returns whether its manager knows that it is paused. QEMU knows it in any case.
+    pub fn is_paused(&self) -> bool {
+        self.0.paused
+    }
+
+    /// Returns whether it was attached to.
     pub fn is_attached(&self) -> bool {
-        self.0.attached
+        self.0.owner == Owner::Attached
     }
 
     /// Returns the host that sent it, if it came by a migration.
@@ -280,15 +372,29 @@ fn last_words(log: &str) -> String {
 #[derive(Debug)]
 pub struct Lease {
     qmp: Qmp,
+    _held: Option<Box<dyn Held>>,
 }
+
+/// What a manager keeps as long as a lease is held.
+pub trait Held: fmt::Debug + Send + Sync {}
+
+impl<T: fmt::Debug + Send + Sync> Held for T {}
 
 impl From<Qmp> for Lease {
     fn from(qmp: Qmp) -> Self {
-        Self { qmp }
+        Self { qmp, _held: None }
     }
 }
 
 impl Lease {
+    /// A lease that keeps something of its manager's.
+    pub fn holding(qmp: Qmp, held: impl Held + 'static) -> Self {
+        Self {
+            qmp,
+            _held: Some(Box::new(held)),
+        }
+    }
+
     /// Returns the access to QEMU.
     pub fn qmp(&self) -> &Qmp {
         &self.qmp
@@ -309,6 +415,8 @@ pub struct IncomingGuest {
     pub sizes: BTreeMap<String, u64>,
     /// The host that sends it.
     pub sender: HostId,
+    /// The program that manages it there, and here from now on, if Longhaul does not.
+    pub managed: Option<Managed>,
 }
 
 /// The QEMU of an arriving guest.
@@ -320,15 +428,21 @@ pub struct Launched {
     pub lease: Lease,
     /// The path of the socket for its migration stream, where QEMU may listen.
     pub socket: PathBuf,
+    /// Whether QEMU was set up by its manager, and listens there already.
+    pub listens: bool,
+    /// What its manager here has for the one at the source.
+    pub cookie: Cookie,
 }
 
 /// The terms on which an arrived guest becomes this host's.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Commit {
     /// The new generation of the right to run it.
     pub generation: u64,
     /// Whether it runs; a guest that was paused at its source stays paused.
     pub runs: bool,
+    /// What its manager at the source has for the one here.
+    pub cookie: Cookie,
 }
 
 /// How a guest that does not leave continues.

@@ -28,6 +28,7 @@ async fn launch(manager: &dyn GuestManager) -> Launched {
         bases: Default::default(),
         sizes: Default::default(),
         sender: SENDER,
+        managed: None,
     };
     manager.launch_incoming(incoming).await.unwrap()
 }
@@ -45,6 +46,7 @@ async fn an_arriving_guest_is_launched_committed_and_aborted() {
         guest,
         lease,
         socket,
+        ..
     } = launch(manager).await;
     assert_eq!(status(lease.qmp()).await, "inmigrate");
     assert!(socket.starts_with(host.state()), "{}", socket.display());
@@ -59,6 +61,7 @@ async fn an_arriving_guest_is_launched_committed_and_aborted() {
     let commit = Commit {
         generation: 2,
         runs: false,
+        cookie: Default::default(),
     };
     let committed = manager.commit(&guest, Some(&lease), commit).await;
     committed.unwrap();
@@ -88,6 +91,7 @@ async fn a_guest_without_an_emulator_is_unsuitable() {
         bases: Default::default(),
         sizes: Default::default(),
         sender: SENDER,
+        managed: None,
     };
     let error = manager.launch_incoming(incoming).await.unwrap_err();
     assert!(
@@ -107,12 +111,13 @@ async fn a_commit_without_an_answer_is_repeated_by_the_next_agent() {
     let commit = Commit {
         generation: 2,
         runs: true,
+        cookie: Default::default(),
     };
     let generation = || match &manager.list().unwrap()[..] {
         [Found::Ended(guest)] => guest.generation(),
         other => panic!("{other:?}"),
     };
-    let committed = manager.commit(&guest, Some(&lease), commit).await;
+    let committed = manager.commit(&guest, Some(&lease), commit.clone()).await;
     assert!(matches!(committed, Err(CommitError::Unknown(_))));
     assert_eq!(generation(), 1);
     let committed = manager.commit(&guest, None, commit).await;
@@ -140,6 +145,7 @@ async fn a_committed_guest_runs_and_its_generation_is_recorded() {
         let commit = Commit {
             generation,
             runs: true,
+            cookie: Default::default(),
         };
         let committed = manager.commit(&guest, lease.as_ref(), commit).await;
         committed.unwrap();
@@ -167,7 +173,8 @@ async fn a_guest_that_stays_is_as_before() {
             all["max-bandwidth"].as_u64().unwrap()
         };
         let before = bandwidth().await;
-        let socket = manager.depart(&guest, &lease).await.unwrap();
+        let socket = manager.depart(&guest, &lease, Default::default());
+        let socket = socket.await.unwrap().socket;
         assert!(socket.starts_with(host.state()), "{}", socket.display());
         let changed = json!({"max-bandwidth": before / 2});
         let set = qmp.execute("migrate-set-parameters", changed, COMMAND_TIMEOUT);

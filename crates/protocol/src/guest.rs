@@ -167,6 +167,30 @@ pub struct Nic {
     pub port: Option<Port>,
 }
 
+/// A program that manages guests beside Longhaul.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Manager {
+    /// libvirt.
+    Libvirt,
+}
+
+impl std::fmt::Display for Manager {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Libvirt => "libvirt",
+        })
+    }
+}
+
+/// A guest of another program, and what that program has for itself at the destination.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Managed {
+    /// The program.
+    pub by: Manager,
+    /// Bytes that only it understands: see the pages of the programs in docs/wire.md.
+    pub cookie: Vec<u8>,
+}
+
 /// A virtio-serial port that the host reaches through a unix socket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

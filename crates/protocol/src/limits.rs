@@ -21,6 +21,8 @@ pub const NAME_BYTES_MAX: usize = 255;
 pub const DEVICE_STATE_BYTES_MAX: usize = 64 << 20;
 /// Largest stream prelude (header up to the list of RAM blocks), in bytes.
 pub const PRELUDE_BYTES_MAX: usize = 64 << 10;
+/// The maximum length of what the programs that manage a guest tell each other at once, in bytes.
+pub const COOKIE_BYTES_MAX: usize = 1 << 20;
 /// Most devices in the description of a machine.
 pub const DEVICES_MAX: usize = 4096;
 /// Most CPU properties in the description of a machine.

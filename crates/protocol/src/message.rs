@@ -48,6 +48,10 @@
 //! with or without such files. `QueryPorts` asks for all of that: ports, files, room for disks,
 //! whether the destination knows a newer copy of the guest, and whether it reaches the arbiter.
 //!
+//! A guest that another program manages, such as libvirt, is offered by `OfferPorts` with what that
+//! program has for itself at the destination. `Prepared` follows `Launching`, and `Departed`
+//! precedes its `Complete`.
+//!
 //! A plan of a move asks by `QueryKnown` how much of a sample of the guest's content the
 //! destination has already.
 //!
@@ -61,7 +65,7 @@
 use crate::disk::{List, Missing, OfferedDisk, Pulled};
 use crate::files::FileClaim;
 use crate::flows::Flows;
-use crate::guest::GuestDescription;
+use crate::guest::{GuestDescription, Managed};
 use crate::held_frames::HeldFrames;
 use crate::machine::Machine;
 use crate::port::CardPort;
@@ -202,6 +206,12 @@ pub enum ToDestination {
     /// channel are those of [`terminal`](crate::terminal). Needs the scope *send guests*. From
     /// version 3 on.
     ParcelDevice,
+    /// What the program that manages the guest says when its stream was read to its end. Precedes
+    /// each Complete of a guest that was offered as managed. From version 3 on.
+    Departed {
+        /// Bytes that only that program understands.
+        cookie: Vec<u8>,
+    },
 }
 
 /// Known content at the destination in which blocks of an arriving guest may be found.
@@ -339,6 +349,12 @@ pub enum ToSource {
     Used(Used),
     /// The guest's rate since it runs here. It may come after Closed. From version 3 on.
     Rate(Rate),
+    /// The program that manages the guest waits for its stream. Follows Launching where a guest was
+    /// offered as managed; the source's QEMU migrates only then. From version 3 on.
+    Prepared {
+        /// Bytes that only that program understands.
+        cookie: Vec<u8>,
+    },
 }
 
 /// The state of an attempt at the destination.
@@ -506,7 +522,8 @@ pub struct ArbiterQuery {
     pub required: bool,
 }
 
-/// A guest that is offered, with cards on special ports of bridges, or with memory that follows.
+/// A guest that is offered, with cards on special ports of bridges, with memory that follows, or
+/// with another program that manages it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PortsOffer {
     /// The guest, its disks that move and its files that do not.
@@ -515,6 +532,8 @@ pub struct PortsOffer {
     pub ports: Vec<CardPort>,
     /// The part of its memory that follows when it runs at the destination.
     pub memory: Pulled,
+    /// The program that manages it, if Longhaul does not.
+    pub managed: Option<Managed>,
 }
 
 /// The refusal of an offer.

@@ -9,9 +9,10 @@ use crate::files::FileClaim;
 use crate::guest::GuestDescription;
 use crate::held_frames::{self, HeldFrames};
 use crate::limits::{
-    ACKNOWLEDGED_MAX, CONTROL_MESSAGE_BYTES_MAX, CPU_PROPERTIES_MAX, DEVICE_STATE_BYTES_MAX,
-    DEVICES_MAX, FILES_MAX, HOT_STRIPES_MAX, NAME_BYTES_MAX, PATH_BYTES_MAX, PRELUDE_BYTES_MAX,
-    RANGES_MAX, REGION_BLOCKS_MAX, REGIONS_MAX, REMAINING_MAX, SAMPLES_MAX,
+    ACKNOWLEDGED_MAX, CONTROL_MESSAGE_BYTES_MAX, COOKIE_BYTES_MAX, CPU_PROPERTIES_MAX,
+    DEVICE_STATE_BYTES_MAX, DEVICES_MAX, FILES_MAX, HOT_STRIPES_MAX, NAME_BYTES_MAX,
+    PATH_BYTES_MAX, PRELUDE_BYTES_MAX, RANGES_MAX, REGION_BLOCKS_MAX, REGIONS_MAX, REMAINING_MAX,
+    SAMPLES_MAX,
 };
 use crate::machine::Machine;
 use crate::message::{Acknowledgement, DisksOffer, FilesOffer, Offer, ToDestination, ToSource};
@@ -289,8 +290,11 @@ impl Message for ToDestination {
                 let FilesOffer { offer, files } = &offered.offered;
                 offer.check()?;
                 check_files(files)?;
-                check_ports(&offer.offer.guest, &offered.ports)
+                check_ports(&offer.offer.guest, &offered.ports)?;
+                let managed = offered.managed.as_ref();
+                managed.map_or(Ok(()), |managed| check_cookie(&managed.cookie))
             }
+            Self::Departed { cookie } => check_cookie(cookie),
             Self::Replicate(offer) => offer.check(),
             Self::List(list) => check_remaining(&list.remaining),
             Self::Unreadable { ranges, .. } => check_ranges(ranges),
@@ -311,10 +315,15 @@ impl Message for ToDestination {
     }
 }
 
+fn check_cookie(cookie: &[u8]) -> Result<(), WireError> {
+    limit("a cookie", cookie.len() as u64, COOKIE_BYTES_MAX as u64)
+}
+
 impl Message for ToSource {
     fn check(&self) -> Result<(), WireError> {
         match self {
             Self::Accepted { machine } => check_machine(machine),
+            Self::Prepared { cookie } => check_cookie(cookie),
             Self::Digests { range, .. } => check_range(range),
             Self::Missing(missing) => check_remaining(&missing.lacks),
             Self::Want { ranges, .. } | Self::Superseded { ranges, .. } => check_ranges(ranges),
@@ -352,6 +361,7 @@ mod tests {
     use crate::disk::{DiskFormat, Hot, List, Missing, OfferedDisk, Pulled};
     use crate::files::{FileContent, FileKind, LockPattern};
     use crate::guest::Nic;
+    use crate::guest::{Managed, Manager};
     use crate::message::{Answer, ArbiterQuery, FilesQuery, PortsOffer, PortsQuery, Query};
     use crate::port::Port;
     use crate::{Attempt, Epoch, Generation, MigrationId, RegionId, StoreId};
@@ -737,6 +747,10 @@ mod tests {
                     offered,
                     ports,
                     memory: Pulled::All,
+                    managed: Some(Managed {
+                        by: Manager::Libvirt,
+                        cookie: vec![7; 3],
+                    }),
                 })),
             ]
         };

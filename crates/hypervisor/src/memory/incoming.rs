@@ -106,6 +106,18 @@ impl Incoming {
         Ok(incoming)
     }
 
+    /// As [`Self::start`], for a QEMU that another program has set up and that listens at `path`
+    /// already.
+    pub async fn start_at_listening(
+        qmp: &Qmp,
+        path: &Path,
+        prelude: &[u8],
+    ) -> Result<Self, IncomingError> {
+        let mut incoming = Self::at(qmp, path, parse(prelude)?).await?;
+        incoming.send(path, prelude).await?;
+        Ok(incoming)
+    }
+
     /// Checks whether a QEMU that was started with `-incoming defer` can run its guest before all
     /// of its RAM has arrived, which needs userfaultfd.
     pub async fn can_run_early(qmp: &Qmp) -> Result<(), SourceError> {
@@ -142,16 +154,24 @@ impl Incoming {
         prelude: &[u8],
         capabilities: impl Iterator<Item = (&str, bool)>,
     ) -> Result<Self, IncomingError> {
-        let (parser, parsed) = parse(prelude)?;
+        let parsed = parse(prelude)?;
         set_capabilities(qmp, capabilities).await?;
         let uri = format!("unix:{}", path.display());
         listen(qmp, &uri).await?;
+        Self::at(qmp, path, parsed).await
+    }
+
+    async fn at(
+        qmp: &Qmp,
+        path: &Path,
+        (parser, prelude): (Parser, Prelude),
+    ) -> Result<Self, IncomingError> {
         Ok(Self {
             qmp: qmp.clone(),
             socket: connect(path).await?,
             parser,
             back: return_path::Parser::new(BITMAP_BYTES_MAX),
-            prelude: parsed,
+            prelude,
         })
     }
 

@@ -91,7 +91,8 @@ pub use incoming::{Incoming, IncomingError, Loaded, read_prelude};
 pub use longhaul_qemu_stream::{Prelude, RamBlock};
 pub use named::Layout;
 pub use outgoing::{
-    Dirty, Event, Frozen, MARGIN_PAGES, Outgoing, OutgoingError, Progress, Written,
+    ByCommand, Dirty, Event, Frozen, MARGIN_PAGES, Migrator, Outgoing, OutgoingError, Progress,
+    Written,
 };
 pub(crate) use places::is_findable;
 pub(crate) use sampler::Sample;

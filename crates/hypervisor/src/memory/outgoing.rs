@@ -3,16 +3,17 @@
 
 mod freeze;
 mod guard;
+mod migrator;
 mod pace;
 
 use super::guest_memory::{AccessError, GuestMemory};
 use super::reader::{End, Goal, ReadError, Reader, Shared};
 use super::sampler::start_of_last_non_zero;
-use super::source::{self, Before, Continuation, SourceError};
-use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError, Version};
+use super::source::{Before, Continuation, SourceError};
+use crate::qmp::{Qmp, QmpError, Version};
 use longhaul_protocol::BlockRange;
 use longhaul_qemu_stream::Prelude;
-use serde_json::json;
+pub use migrator::{ByCommand, Migrator};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -208,6 +209,7 @@ struct Wish {
 /// State shared by the owner's side and the pacing task.
 #[derive(Debug)]
 struct Migration {
+    by: Arc<dyn Migrator>,
     qmp: Qmp,
     memory: Arc<GuestMemory>,
     path: PathBuf,
@@ -244,17 +246,34 @@ impl Outgoing {
         path: &Path,
         slow_at_most: Option<u8>,
     ) -> Result<(Self, Prelude), OutgoingError> {
-        let before = Before::look(qmp, slow_at_most).await?;
+        Self::start_by(Arc::new(ByCommand), qmp, memory, path, slow_at_most).await
+    }
+
+    /// As [`Self::start`], where another program makes QEMU migrate. Such a guest is not throttled
+    /// if that program sets QEMU up.
+    pub async fn start_by(
+        by: Arc<dyn Migrator>,
+        qmp: &Qmp,
+        memory: Arc<GuestMemory>,
+        path: &Path,
+        slow_at_most: Option<u8>,
+    ) -> Result<(Self, Prelude), OutgoingError> {
+        let before = match by.sets_up() {
+            true => Before::look_at_set_up(qmp).await?,
+            false => Before::look(qmp, slow_at_most).await?,
+        };
         let events = qmp.events();
-        let (connection, prelude) = match connect(qmp, &before, &memory, path).await {
+        let (connection, prelude) = match connect(&*by, qmp, &before, &memory, path).await {
             Ok(connected) => connected,
             Err(error) => {
-                source::resume(qmp, Continuation::of(before.running, false)).await?;
+                by.resume(qmp, Continuation::of(before.running, false))
+                    .await?;
                 before.restore(qmp).await?;
                 return Err(error);
             }
         };
         let migration = Arc::new(Migration {
+            by,
             qmp: qmp.clone(),
             memory,
             path: path.to_owned(),
@@ -371,7 +390,8 @@ impl Outgoing {
         // A closed socket also releases a QEMU that blocks in a write with its big lock held.
         migration.shared().quit();
         migration.close();
-        source::resume(&migration.qmp, migration.continuation()).await?;
+        let how = migration.continuation();
+        migration.by.resume(&migration.qmp, how).await?;
         migration.before.restore(&migration.qmp).await?;
         Ok(())
     }
@@ -446,6 +466,7 @@ impl Migration {
 
 /// Sets QEMU up, begins its migration and reads the prelude.
 async fn connect(
+    by: &dyn Migrator,
     qmp: &Qmp,
     before: &Before,
     memory: &Arc<GuestMemory>,
@@ -461,10 +482,13 @@ async fn connect(
     let places = places.map_err(|error| OutgoingError::Failed(error.to_string()))??;
     let little = places.iter().all(|(_, page)| *page == 0);
     let none = little && !before.held_by_ack && before.running;
-    before
-        .set(qmp, if none { BANDWIDTH_NONE } else { 0 })
-        .await?;
-    let (shared, socket) = open(qmp, memory, path).await?;
+    let bandwidth = if none { BANDWIDTH_NONE } else { 0 };
+    before.set(qmp, bandwidth).await?;
+    let (shared, socket) = open(by, qmp, memory, path).await?;
+    if by.sets_up() {
+        // It has set its own limits. Until here nothing was read, so QEMU waits in its first pass.
+        before.limit(qmp, bandwidth).await?;
+    }
     let prelude = prelude(&shared).await?;
     let goal = prelude
         .blocks
@@ -521,6 +545,7 @@ async fn prelude(shared: &Shared) -> Result<Prelude, OutgoingError> {
 
 /// Lets QEMU connect, and starts reading.
 async fn open(
+    by: &dyn Migrator,
     qmp: &Qmp,
     memory: &Arc<GuestMemory>,
     path: &Path,
@@ -530,11 +555,11 @@ async fn open(
         why: error.to_string(),
     };
     let listener = listen(path, memory.pid()).map_err(failed)?;
-    let uri = json!({"uri": format!("unix:{}", path.display())});
-    let migrating = qmp.execute("migrate", uri, COMMAND_TIMEOUT).await;
+    let migrating = by.migrate(qmp, path).await;
     let accepted = async {
         migrating?;
-        let accepted = tokio::time::timeout(CONNECT_TIMEOUT, accept(&listener, memory.pid())).await;
+        let is_it = |peer| by.connects(memory.pid(), peer);
+        let accepted = tokio::time::timeout(CONNECT_TIMEOUT, accept(&listener, is_it)).await;
         let accepted = accepted.map_err(|_| OutgoingError::Timeout {
             what: "connect to its migration socket",
             waited: CONNECT_TIMEOUT,
@@ -571,11 +596,14 @@ fn give(path: &Path, uid: u32) -> std::io::Result<()> {
     std::os::unix::fs::lchown(path, Some(uid), None)
 }
 
-/// Returns the connection from this process; others are closed.
-async fn accept(listener: &tokio::net::UnixListener, pid: i32) -> std::io::Result<UnixStream> {
+/// Returns the connection from the process that it has to be from; others are closed.
+async fn accept(
+    listener: &tokio::net::UnixListener,
+    is_it: impl Fn(i32) -> bool,
+) -> std::io::Result<UnixStream> {
     loop {
         let (socket, _) = listener.accept().await?;
-        if socket.peer_cred()?.pid() == Some(pid) {
+        if socket.peer_cred()?.pid().is_some_and(&is_it) {
             let socket = socket.into_std()?;
             socket.set_nonblocking(false)?;
             return Ok(socket);

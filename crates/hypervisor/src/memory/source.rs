@@ -82,7 +82,8 @@ pub(crate) struct Before {
     pub(crate) looks_within_passes: bool,
     /// By how much QEMU may throttle the guest, in percent of its time.
     pub(crate) slow_at_most: Option<u8>,
-    settings: Settings,
+    /// QEMU's settings, unless another program sets QEMU up.
+    settings: Option<Settings>,
 }
 
 /// QEMU's migration settings, as far as a move changes them.
@@ -293,8 +294,27 @@ impl Before {
                 && !held_by_ack
                 && (version.major, version.minor) >= LOOKS_WITHIN_PASSES_FROM,
             slow_at_most,
-            settings,
+            settings: Some(settings),
         })
+    }
+
+    /// As [`Self::look`], where another program sets QEMU up. That one does not let QEMU wait for
+    /// the switchover acknowledgement, nor throttle the guest.
+    pub(crate) async fn look_at_set_up(qmp: &Qmp) -> Result<Self, SourceError> {
+        let before = Self {
+            held_by_ack: false,
+            slow_at_most: None,
+            settings: None,
+            ..Self::look(qmp, None).await?
+        };
+        match before.tells_free_pages {
+            true => Err(SourceError::Blocked(
+                "its balloon reports free pages (free-page-hint), which cannot be kept from QEMU \
+                 where another program sets it up"
+                    .to_owned(),
+            )),
+            false => Ok(before),
+        }
     }
 
     /// Returns whether QEMU is held by its rate. It keeps a lock while it blocks in a write, and a
@@ -306,8 +326,10 @@ impl Before {
 
     /// Sets capabilities and parameters for a move.
     pub(crate) async fn set(&self, qmp: &Qmp, max_bandwidth: u64) -> Result<(), SourceError> {
-        let wanted = self
-            .settings
+        let Some(settings) = &self.settings else {
+            return Ok(());
+        };
+        let wanted = settings
             .capabilities
             .iter()
             .filter(|(name, _)| name != LEFT_ALONE);
@@ -321,7 +343,7 @@ impl Before {
         let changed = wanted.filter(|(_, on, needed)| on != needed);
         let changed = changed.map(|(name, _, needed)| (name.as_str(), needed));
         set_capabilities(qmp, changed).await?;
-        self.settings.clear(qmp).await?;
+        settings.clear(qmp).await?;
         if let Some(percent) = self.slow_at_most {
             let first = (f64::from(percent) * SLOW_FIRST_SHARE).max(1.0) as u64;
             let arguments = json!({
@@ -332,13 +354,22 @@ impl Before {
             qmp.execute("migrate-set-parameters", arguments, COMMAND_TIMEOUT)
                 .await?;
         }
+        self.limit(qmp, max_bandwidth).await
+    }
+
+    /// Limits QEMU's rate, in bytes per second, 0 for no limit, and the downtime for which it
+    /// completes by itself.
+    pub(crate) async fn limit(&self, qmp: &Qmp, max_bandwidth: u64) -> Result<(), SourceError> {
         let downtime_limit = if self.held_by_ack { 300 } else { 1 };
         set_parameters(qmp, max_bandwidth, downtime_limit).await
     }
 
     /// Sets them back.
     pub(crate) async fn restore(&self, qmp: &Qmp) -> Result<(), SourceError> {
-        self.settings.restore(qmp).await
+        match &self.settings {
+            Some(settings) => settings.restore(qmp).await,
+            None => Ok(()),
+        }
     }
 }
 

@@ -6,20 +6,20 @@
 use crate::agent::attach;
 use futures_util::future::join_all;
 use longhaul_api::{
-    ApiError, ErrorCode, FailOver, FailedOver, Guest, GuestState, Guests as GuestList, Qemu,
-    ReclaimGuest, Side, StartGuest, StopGuest,
+    ApiError, ErrorCode, FailOver, FailedOver, Guest, GuestOwner, GuestState, Guests as GuestList,
+    Qemu, ReclaimGuest, Side, StartGuest, StopGuest,
 };
 use longhaul_hypervisor::Guest as Handle;
 use longhaul_hypervisor::capabilities::{Accelerator, can_run};
 use longhaul_hypervisor::config::RunsAsRoot;
 use longhaul_hypervisor::description;
 use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
-use longhaul_hypervisor::manager::{Found, GuestManager};
+use longhaul_hypervisor::manager::{Found, GuestManager, Owner};
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_migration::host::state::Parts;
 use longhaul_migration::host::{atomic_file, base_images, descriptions};
 use longhaul_migration::{Holder, Manager, Right, coming_bases, disk_sizes};
-use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::guest::{self, GuestDescription};
 use longhaul_protocol::message::Verdict;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -47,7 +47,15 @@ pub(crate) struct Guests {
 pub(crate) enum Known {
     Running(Handle),
     Ended(Handle),
-    Damaged { name: String, why: String },
+    Foreign {
+        name: String,
+        by: guest::Manager,
+        why: String,
+    },
+    Damaged {
+        name: String,
+        why: String,
+    },
     Described(Box<GuestDescription>),
 }
 
@@ -111,6 +119,7 @@ impl Guests {
                     }
                     Some(Known::Ended(guest)) => guest.description().clone(),
                     Some(Known::Described(description)) => *description,
+                    Some(Known::Foreign { by, .. }) => return Err(foreign(&name, by)),
                     Some(Known::Damaged { why, .. }) => return Err(damaged(&name, &why)),
                     None => return Err(unknown(&name)),
                 }
@@ -147,7 +156,11 @@ impl Guests {
     ) -> Result<Guest, ApiError> {
         let mut known = self.known()?;
         let guest = match known.remove(name) {
-            Some(Known::Running(guest)) => guest,
+            Some(Known::Running(guest)) => match guest.owner().manager() {
+                Some(by) => return Err(foreign(name, by)),
+                None => guest,
+            },
+            Some(Known::Foreign { by, .. }) => return Err(foreign(name, by)),
             Some(Known::Ended(_) | Known::Described(_)) => {
                 // Reports where the guest is, if it is elsewhere.
                 manager.reserve(name).await?;
@@ -297,6 +310,9 @@ impl Guests {
             let (name, found) = match found {
                 Found::Running(guest) => (guest.name().to_owned(), Known::Running(guest)),
                 Found::Ended(guest) => (guest.name().to_owned(), Known::Ended(guest)),
+                Found::Foreign { name, by, why } => {
+                    (name.clone(), Known::Foreign { name, by, why })
+                }
                 Found::Damaged { name, why, .. } => (name.clone(), Known::Damaged { name, why }),
             };
             known.insert(name, found);
@@ -353,6 +369,12 @@ impl Guests {
             Known::Described(description) => {
                 (described(description, GuestState::Stopped), None, None)
             }
+            Known::Foreign { name, why, .. } => {
+                let mut guest = empty(name, GuestState::Running);
+                guest.owner = GuestOwner::Libvirt;
+                guest.obstacle = Some(why.clone());
+                (guest, None, None)
+            }
             Known::Damaged { name, why } => {
                 let mut guest = empty(name, GuestState::Unresponsive);
                 guest.state_detail = Some(format!("its folder is damaged: {why}"));
@@ -364,13 +386,22 @@ impl Guests {
         guest.migration = right.moving.map(|(id, _)| id.to_string());
         if let Some(found) = found {
             guest.attached = found.is_attached();
+            guest.owner = match found.owner() {
+                Owner::Longhaul => GuestOwner::Longhaul,
+                Owner::Attached => GuestOwner::Attached,
+                Owner::Libvirt => GuestOwner::Libvirt,
+            };
             guest.pid = found.pid().and_then(|pid| u32::try_from(pid).ok());
             let channels = found.channels().iter();
             let shown =
                 |(name, socket): (&String, &PathBuf)| (name.clone(), socket.display().to_string());
             guest.channels = channels.map(shown).collect();
-            // During a move the migration holds the QEMU's only control connection.
-            if right.moving.is_none() {
+            if found.is_paused() {
+                guest.state = GuestState::Paused;
+            }
+            // During a move the migration holds the QEMU's only control connection. That of another
+            // program is not used without need: libvirt marks its guest for it.
+            if right.moving.is_none() && found.owner().manager().is_none() {
                 fill_in(&mut guest, ask(&*self.parts.guests, found).await);
             }
         }
@@ -564,6 +595,8 @@ fn empty(name: &str, state: GuestState) -> Guest {
         memory_bytes: None,
         pid: None,
         attached: false,
+        owner: GuestOwner::Longhaul,
+        obstacle: None,
         generation: None,
         migration: None,
         coming: None,
@@ -592,6 +625,14 @@ pub(crate) fn unknown(name: &str) -> ApiError {
 
 fn runs_already(name: &str) -> ApiError {
     ApiError::new(ErrorCode::GuestState, format!("{name} runs here already"))
+}
+
+/// Returns the error for an order that only the program may carry out that manages a guest.
+fn foreign(name: &str, by: guest::Manager) -> ApiError {
+    let error = ApiError::new(ErrorCode::Refused, format!("{name} is a guest of {by}"));
+    error.hint(match by {
+        guest::Manager::Libvirt => format!("virsh start {name}, virsh shutdown {name}"),
+    })
 }
 
 fn damaged(name: &str, why: &str) -> ApiError {

@@ -34,6 +34,7 @@ use longhaul_engine::handover::DestinationState;
 use longhaul_protocol::Epoch;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::FileClaim;
+use longhaul_protocol::guest::Managed;
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
 use longhaul_protocol::message::{self, Offer, ToDestination, ToSource};
 use longhaul_transport::{BulkOffer, BulkReceiver};
@@ -50,19 +51,41 @@ const FIRST_EPOCH: Epoch = Epoch(1);
 /// wait for them, so the attempt is not aborted as stalled.
 const STEP_EVERY: Duration = Duration::from_secs(1);
 
+/// A guest that is offered.
+pub(crate) struct Arriving {
+    pub(crate) offer: Offer,
+    /// The disks that move with it.
+    pub(crate) disks: Vec<OfferedDisk>,
+    /// The part of its memory that may follow when it runs here.
+    pub(crate) follows: Pulled,
+    /// The program that manages it, if Longhaul does not.
+    pub(crate) managed: Option<Managed>,
+}
+
+impl Arriving {
+    /// A guest of Longhaul's own whose memory does not follow.
+    pub(crate) fn of(offer: Offer, disks: Vec<OfferedDisk>) -> Self {
+        Self {
+            offer,
+            disks,
+            follows: Pulled::Nothing,
+            managed: None,
+        }
+    }
+}
+
 /// Carries out an attempt from its offer to its end.
 pub(crate) async fn receive(
     context: Arc<Destination>,
     mut call: Call,
-    (offer, disks, follows): (Offer, Vec<OfferedDisk>, Pulled),
+    arriving: Arriving,
     files: Option<Vec<FileClaim>>,
 ) {
     let peer = call.control.peer().host.clone();
-    let span = (offer.migration, offer.guest.name.clone());
+    let span = (arriving.offer.migration, arriving.offer.guest.name.clone());
     // What ends here by itself soon is not in its way.
     context.registry.settled(&span.1).await;
-    let offered = (offer, disks.as_slice(), follows);
-    let prepared = prepare::prepare(&context, &mut call, offered, files.as_deref());
+    let prepared = prepare::prepare(&context, &mut call, arriving, files.as_deref());
     let (task, bulk) = match prepared.await {
         Ok(prepared) => prepared,
         Err(Refused { refusal, bulk }) => {
@@ -407,6 +430,7 @@ impl DestinationAttempt {
             }
             ToDestination::HeldFrames(frames) => self.companions.held(&frames),
             ToDestination::Flows(flows) => self.companions.flows(&flows),
+            ToDestination::Departed { cookie } => self.inbound.departed(cookie),
             ToDestination::Query(_)
             | ToDestination::Offer(_)
             | ToDestination::OfferDisks(_)

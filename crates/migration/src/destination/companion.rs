@@ -30,7 +30,7 @@ use longhaul_protocol::Generation;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::flows::Flows;
-use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::guest::{GuestDescription, Managed};
 use longhaul_protocol::held_frames::HeldFrames;
 use longhaul_protocol::message::{Check, Offer, Refusal, Summary};
 use longhaul_storage::disk::RawDisk;
@@ -63,6 +63,8 @@ pub(crate) struct Offered<'a> {
     pub(crate) disks: &'a [OfferedDisk],
     /// The part of its memory that may follow when it runs here.
     pub(crate) follows: Pulled,
+    /// The program that manages it, if Longhaul does not.
+    pub(crate) managed: Option<Managed>,
     /// The source's claims about files that do not move.
     pub(crate) claims: Option<&'a [FileClaim]>,
     /// The paths of the disks' images.

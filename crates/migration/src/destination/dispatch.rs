@@ -1,6 +1,7 @@
 //! Answers the other hosts: accepts their connections, and passes each channel to its handler.
 
 use crate::channel::{self, TalkError};
+use crate::destination::attempt::Arriving;
 use crate::destination::call::{Call, allows, may_send};
 use crate::destination::files::Bringing;
 use crate::destination::local_content::Kept;
@@ -161,20 +162,18 @@ async fn dispatch(
         ToDestination::Replicate(offer) => keep_replica(&context, call, *offer).await,
         ToDestination::ParcelDevice => give_device(&context, call).await,
         ToDestination::Offer(offer) => {
-            let offered = (*offer, Vec::new(), Pulled::Nothing);
-            attempt::receive(context, call, offered, None).await;
+            attempt::receive(context, call, Arriving::of(*offer, Vec::new()), None).await;
             Ok(())
         }
         ToDestination::OfferDisks(offered) => {
             let DisksOffer { offer, disks } = *offered;
-            attempt::receive(context, call, (offer, disks, Pulled::Nothing), None).await;
+            attempt::receive(context, call, Arriving::of(offer, disks), None).await;
             Ok(())
         }
         ToDestination::OfferFiles(offered) => {
             let FilesOffer { offer, files } = *offered;
             let DisksOffer { offer, disks } = offer;
-            let offered = (offer, disks, Pulled::Nothing);
-            attempt::receive(context, call, offered, Some(files)).await;
+            attempt::receive(context, call, Arriving::of(offer, disks), Some(files)).await;
             Ok(())
         }
         ToDestination::OfferPorts(offered) => {
@@ -182,11 +181,18 @@ async fn dispatch(
                 offered,
                 ports,
                 memory,
+                managed,
             } = *offered;
             let FilesOffer { offer, files } = offered;
             let DisksOffer { mut offer, disks } = offer;
             port::put(&mut offer.guest, ports);
-            attempt::receive(context, call, (offer, disks, memory), Some(files)).await;
+            let arriving = Arriving {
+                offer,
+                disks,
+                follows: memory,
+                managed,
+            };
+            attempt::receive(context, call, arriving, Some(files)).await;
             Ok(())
         }
         ToDestination::Resume {
@@ -482,5 +488,6 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::QueryKnown(_) => "QueryKnown",
         ToDestination::Replicate(_) => "Replicate",
         ToDestination::ParcelDevice => "ParcelDevice",
+        ToDestination::Departed { .. } => "Departed",
     }
 }

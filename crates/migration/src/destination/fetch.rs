@@ -438,6 +438,7 @@ impl Fetch {
             | ToDestination::Done
             | ToDestination::Overruled { .. }
             | ToDestination::Complete { .. }
+            | ToDestination::Departed { .. }
             | ToDestination::List(_)
             | ToDestination::Length { .. } => {}
             ToDestination::Query(_)

@@ -22,15 +22,16 @@ use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::capabilities::USERFAULTFD_HINT;
 use longhaul_hypervisor::disk::base::Base;
 use longhaul_hypervisor::manager::{
-    Commit, CommitError, GuestManager, IncomingGuest, LaunchIncomingError, Launched, Lease,
+    Commit, CommitError, Cookie, GuestManager, IncomingGuest, LaunchIncomingError, Launched, Lease,
 };
 use longhaul_hypervisor::memory::{AttachError, GuestMemory, Incoming, IncomingError, SourceError};
 use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use longhaul_hypervisor::vcpus::Vcpus;
 use longhaul_protocol::disk::Pulled;
+use longhaul_protocol::guest::Managed;
 use longhaul_protocol::machine::{Difference, Machine};
-use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
+use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToSource};
 use longhaul_protocol::{
     BLOCK_SIZE, BlockRange, Generation, MigrationId, RegionId, RegionKind, RegionSpec,
 };
@@ -148,6 +149,12 @@ pub(crate) struct DestinationQemu {
     lease: Lease,
     /// The path of the socket on which QEMU takes the stream.
     socket: PathBuf,
+    /// Whether QEMU was set up by its manager, and listens there already.
+    listens: bool,
+    /// What its manager here has for the one at the source.
+    prepared: Cookie,
+    /// What its manager at the source has for the one here.
+    cookie: Cookie,
     machine: Machine,
     memory: GuestMemory,
     places: Places,
@@ -178,7 +185,7 @@ impl DestinationQemu {
     /// nothing behind.
     pub(crate) async fn launch(
         context: &Context,
-        (offer, follows): (&Offer, Pulled),
+        (offer, follows, managed): (&Offer, Pulled, Option<Managed>),
         content: (Disks, Kept),
         bases: BTreeMap<String, Base>,
         admission: &Admission,
@@ -194,11 +201,14 @@ impl DestinationQemu {
             bases,
             sizes,
             sender: admission.sender(),
+            managed,
         };
         let Launched {
             guest,
             lease,
             socket,
+            listens,
+            cookie: prepared,
         } = guests.launch_incoming(incoming).await?;
         let state = &context.parts.config.state;
         let serve = async {
@@ -222,6 +232,9 @@ impl DestinationQemu {
                     guest,
                     lease,
                     socket,
+                    listens,
+                    prepared,
+                    cookie: Cookie::default(),
                     machine,
                     memory,
                     places,
@@ -303,6 +316,19 @@ impl DestinationQemu {
         Ok(())
     }
 
+    /// Returns the message that lets the source's QEMU migrate, if another program manages the
+    /// guest.
+    pub(crate) fn prepared(&mut self) -> Option<ToSource> {
+        let Cookie(cookie) = std::mem::take(&mut self.prepared);
+        let manager = self.guest.owner().manager();
+        manager.map(|_| ToSource::Prepared { cookie })
+    }
+
+    /// Keeps what the guest's manager at the source has for the one here.
+    pub(crate) fn departed(&mut self, cookie: Vec<u8>) {
+        self.cookie = Cookie(cookie);
+    }
+
     /// Returns QEMU's process.
     pub(crate) fn pid(&self) -> i32 {
         self.guest.pid().unwrap_or_default()
@@ -326,6 +352,9 @@ impl DestinationQemu {
         self.begun = true;
         let (qmp, socket) = (self.lease.qmp(), &self.socket);
         self.incoming = Some(match self.follows {
+            Pulled::Nothing if self.listens => {
+                Incoming::start_at_listening(qmp, socket, prelude).await?
+            }
             Pulled::Nothing => Incoming::start(qmp, socket, prelude).await?,
             Pulled::Often | Pulled::All => {
                 self.prelude = prelude.to_vec();
@@ -439,6 +468,7 @@ impl DestinationQemu {
         let commit = Commit {
             generation: generation.0,
             runs: !paused,
+            cookie: std::mem::take(&mut self.cookie),
         };
         let Self { guest, lease, .. } = self;
         self.guests.commit(guest, Some(lease), commit).await

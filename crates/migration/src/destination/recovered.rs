@@ -26,7 +26,7 @@ use longhaul_attempt::Destination as Core;
 use longhaul_attempt::destination::{Action, Config, Event, FromSource};
 use longhaul_engine::handover::{DestinationState, Record, Terms};
 use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::manager::{Commit, CommitError, GuestManager};
+use longhaul_hypervisor::manager::{Commit, CommitError, Cookie, GuestManager};
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{AttemptId, Generation, HostId, MigrationId};
 use longhaul_storage::{Journal, JournalError};
@@ -378,6 +378,7 @@ impl RecoveredDestination {
         let commit = Commit {
             generation: generation.0,
             runs: !self.paused,
+            cookie: Cookie::default(),
         };
         let guests = ledger.context.parts.guests.clone();
         let lacks_memory = self.lacks_memory();
@@ -523,7 +524,7 @@ async fn run_on_its_memory(guests: Arc<dyn GuestManager>, guest: Guest, commit: 
     let name = guest.name().to_owned();
     let deadline = Instant::now() + RUN_WITHIN;
     loop {
-        match guests.commit(&guest, None, commit).await {
+        match guests.commit(&guest, None, commit.clone()).await {
             Ok(()) => return,
             Err(CommitError::Unknown(why))
                 if Instant::now() < deadline && matches!(guests.find(&name), Ok(Some(_))) =>

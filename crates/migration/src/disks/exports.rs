@@ -17,7 +17,6 @@ use longhaul_hypervisor::helper::Helper;
 use longhaul_hypervisor::process::ProcessId;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::disk::Pulled;
-use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::{MigrationId, RegionId};
 use longhaul_storage::disk::{ExportSize, ImageIdentity, ImageUse, is_volume};
 use longhaul_storage::front::arriving::masks::Masks;
@@ -218,9 +217,13 @@ impl Noted {
     }
 }
 
-/// Returns the path of a disk's device in QEMU, if the description names the device.
-pub(crate) fn named_device(guest: &GuestDescription, disk: &str) -> Option<String> {
-    let Some(hardware) = &guest.hardware else {
+/// Returns the path of a disk's device in QEMU, if the description names the device. Those of
+/// another program's guests are found by their images.
+pub(crate) fn named_device(guest: &Guest, disk: &str) -> Option<String> {
+    if guest.owner().manager().is_some() {
+        return None;
+    }
+    let Some(hardware) = &guest.description().hardware else {
         return Some(format!("/machine/peripheral/blk-{disk}/virtio-backend"));
     };
     let mut devices = hardware.devices.iter();
@@ -244,7 +247,7 @@ pub(crate) async fn device(
     qmp: &Qmp,
     (disk, image): (&str, &Path),
 ) -> Result<String, FrontError> {
-    match named_device(guest.description(), disk) {
+    match named_device(guest, disk) {
         Some(device) => Ok(device),
         None => {
             let found = disk::device_of(qmp, pid(guest, disk)?, image).await;

@@ -9,8 +9,8 @@ use crate::host::peer_limits::{HostTable, Limits, LimitsTable};
 use crate::host::start_error::StartError;
 use longhaul_api::Encoding;
 use longhaul_hypervisor::config::{
-    AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, Network, QemuConfig,
-    RealmNetworks,
+    AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, LibvirtConfig, Network,
+    QemuConfig, RealmNetworks,
 };
 use longhaul_image::store::{Place, PlaceError};
 use longhaul_protocol::units::parse_bit_rate;
@@ -97,6 +97,8 @@ struct Document {
     #[serde(default)]
     encoding: Encoding,
     qemu: Option<QemuConfig>,
+    #[serde(default)]
+    libvirt: LibvirtConfig,
     #[serde(default)]
     images: BTreeMap<String, Image>,
     #[serde(default)]
@@ -297,6 +299,7 @@ impl Config {
             hypervisor: Arc::new(HostConfig {
                 state: document.state,
                 qemu: document.qemu.unwrap_or_else(default_qemu),
+                libvirt: document.libvirt,
                 images: document.images,
                 networks: document.networks,
                 realm_networks: RealmNetworks::default(),

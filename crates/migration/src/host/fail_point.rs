@@ -111,6 +111,8 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     Replicate "replicate" [],
     // Terminals have tests of their own.
     ParcelDevice "parcel-device" [],
+    // No guest of the crash matrix is another program's.
+    Departed "departed" [],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:
@@ -141,6 +143,8 @@ named! { ToSource in TO_SOURCE by to_source_name:
     Faults "faults" [Destination],
     Used "used" [Destination],
     Rate "rate" [Destination],
+    // No guest of the crash matrix is another program's.
+    Prepared "prepared" [],
 }
 
 impl Named for ToDestination {

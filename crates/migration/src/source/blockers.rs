@@ -39,7 +39,7 @@ pub(crate) async fn find(
             // Refused elsewhere, by name.
             continue;
         };
-        let device = exports::named_device(description, &disk.name);
+        let device = exports::named_device(guest, &disk.name);
         if let Some(file) = other_file(&drives, device.as_deref(), &image.path, pid) {
             found.push(Blocker {
                 text: format!(

@@ -4,6 +4,7 @@ use crate::context::Context;
 use crate::host::right::Holder;
 use crate::status::failure;
 use longhaul_api::{ApiError, ErrorCode};
+use longhaul_hypervisor::manager::Found;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_hypervisor::{Guest, memory};
 use longhaul_protocol::Generation;
@@ -30,6 +31,20 @@ pub(crate) fn candidate(context: &Context, name: &str, to: &str) -> Result<Candi
             && let longhaul_storage::Holder::Elsewhere { host } = right.holder
         {
             return Err(failure::not_here(name, &Holder::Elsewhere(host)));
+        }
+        let list = context.parts.guests.list().unwrap_or_default();
+        let foreign = list.into_iter().find_map(|found| match found {
+            Found::Foreign {
+                name: called,
+                by,
+                why,
+            } if called == name => Some((by, why)),
+            _ => None,
+        });
+        if let Some((by, why)) = foreign {
+            let text = format!("{name} is a guest of {by} that cannot be moved: {why}");
+            let error = ApiError::new(ErrorCode::Refused, text);
+            return Err(error.state_of_guest(format!("nothing was moved; {name} runs here")));
         }
         let error = ApiError::new(ErrorCode::GuestUnknown, format!("{name} does not run here"));
         return Err(error.hint("`longhaul guests` lists those that do"));

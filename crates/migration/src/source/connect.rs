@@ -6,6 +6,7 @@ use crate::handover::ledger::Ledger;
 use crate::source::sender::Line;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_attempt::source::DialError;
+use longhaul_hypervisor::manager::Cookie;
 use longhaul_protocol::message::{AttemptState, Keeps, Offer, Refusal, ToDestination, ToSource};
 use longhaul_protocol::{AttemptId, Epoch, HostId, Incarnation};
 use longhaul_transport::{BulkBinding, BulkConfig, BulkToken, ConnectError, Control, LinkError};
@@ -16,6 +17,8 @@ use tokio::task::JoinHandle;
 /// Time limit for the destination to answer an offer, before which it runs hooks, and to accept it,
 /// before which it launches a QEMU.
 pub(crate) const OFFER_WITHIN: Duration = Duration::from_secs(120);
+/// The time limit for a destination whose guest another program manages to prepare it.
+const PREPARED_WITHIN: Duration = Duration::from_secs(180);
 /// Time limit for any other answer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
 
@@ -135,6 +138,17 @@ pub(crate) async fn offer(
         line: Some(line),
     };
     Ok((session, keeps))
+}
+
+/// Waits until the program that manages an offered guest has prepared the destination.
+pub(crate) async fn prepared(session: &mut Session) -> Result<Cookie, SessionError> {
+    match session.receiver.recv_within(PREPARED_WITHIN).await? {
+        ToSource::Prepared { cookie } => Ok(Cookie(cookie)),
+        ToSource::Refused(refusal) => Err(SessionError::Refused(refusal)),
+        _ => Err(SessionError::Protocol(
+            "Launching of a managed guest is followed by Prepared or Refused",
+        )),
+    }
 }
 
 async fn bulk(

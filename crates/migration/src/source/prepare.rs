@@ -36,9 +36,13 @@ use longhaul_attempt::source::Config;
 use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record, Terms};
 use longhaul_engine::source::{Source as Engine, SourceError};
+use longhaul_engine::strategy::Promise;
+use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::manager::{Cookie, Lease};
 use longhaul_hypervisor::memory::OutgoingError;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
+use longhaul_protocol::guest::Managed;
 use longhaul_protocol::message::{
     DisksOffer, FilesOffer, Keeps, Offer, PortsOffer, Query, ToDestination, ToSource, Verdict,
 };
@@ -225,6 +229,7 @@ impl Preparing {
             report.arbiter = note;
             report.arbitrated = arbiter.is_some();
         });
+        let managed = self.begin_at_manager(guest, &lease).await?;
         self.unless_cancelled(companions.prepare(guest)).await??;
         let mut outbound = SourceQemu::attach(guests.clone(), guest.clone(), lease)
             .await
@@ -238,7 +243,7 @@ impl Preparing {
             .filter_map(|disk| disk.offered.base.as_mut());
         bases.for_each(|base| base.lazily = self.request.bases == BaseChoice::Lazy);
         outbound.take_along(local);
-        let may_follow = self.is_auto() && follows;
+        let may_follow = self.is_auto() && follows && managed.is_none();
         outbound.moves_by(of_memory(self.request.strategy), may_follow);
         let memory_follows = outbound.follows() != Pulled::Nothing;
         if self.request.keep_memory && memory_follows {
@@ -295,7 +300,8 @@ impl Preparing {
             control: Some(control.clone()),
         };
         let qemu = (&mut outbound, &mut companions);
-        let begun = self.begin(control, &mut offer, qemu, held).await;
+        let begun = self.begin(control, &mut offer, qemu, (held, managed));
+        let begun = begun.await;
         let (session, sending, look, keeps) = match begun {
             Ok(begun) => begun,
             Err(error) => {
@@ -479,6 +485,29 @@ impl Preparing {
         Ok(lacking)
     }
 
+    /// Begins the guest's departure at the program that manages it, if Longhaul does not. From then
+    /// on no other program changes the guest. Returns what the program needs at the destination.
+    async fn begin_at_manager(
+        &self,
+        guest: &Guest,
+        lease: &Lease,
+    ) -> Result<Option<Managed>, ApiError> {
+        let Some(by) = guest.owner().manager() else {
+            return Ok(None);
+        };
+        if of_memory(self.request.strategy).promise == Promise::List {
+            let text = format!("memory of guests of {by} cannot follow yet");
+            let error = ApiError::new(ErrorCode::Refused, text);
+            return Err(error.hint("leave --strategy out"));
+        }
+        let begun = self.source.parts.guests.begin(guest, lease).await;
+        let Cookie(cookie) = begun.map_err(|error| {
+            let text = format!("{by} does not let {} go: {error}", guest.name());
+            ApiError::new(ErrorCode::Qemu, text)
+        })?;
+        Ok(Some(Managed { by, cookie }))
+    }
+
     /// Makes the offer and begins the move: the destination launches its QEMU and takes blocks, and
     /// QEMU at the source tracks writes.
     async fn begin(
@@ -486,11 +515,11 @@ impl Preparing {
         control: Control,
         offer: &mut Offer,
         (outbound, companions): (&mut SourceQemu, &mut Companions),
-        held: Held,
+        (held, managed): (Held, Option<Managed>),
     ) -> Result<(Session, Arc<Sending>, watch::Receiver<Look>, bool), ApiError> {
         let host = &self.candidate.host.name;
         let limit = self.share.of(self.request.bandwidth_bps);
-        let message = offered(&self.source, offer, outbound, &held);
+        let message = offered(&self.source, offer, outbound, (&held, managed));
         let offered = connect::offer(control, message, offer, (limit, held.reading_time()));
         // The guest's memory is sampled meanwhile, and nothing waits for the result.
         let rate = self.source.context.link_rate(host);
@@ -503,6 +532,14 @@ impl Preparing {
         if let Some(key) = keeps.digest_key {
             offer.digest_key = key;
         }
+        let prepared = match outbound.guest().owner().manager() {
+            Some(_) => {
+                let prepared = connect::prepared(&mut session);
+                let prepared = self.unless_cancelled(prepared).await?;
+                prepared.map_err(|error| crate::source::connect::failure(host, &error))?
+            }
+            None => Cookie::default(),
+        };
         let version = session.control.peer().version;
         let sending = self.sending(offer, outbound, (&keeps, version))?;
         let slow_at_most = convergence::slow_at_most(&self.request.convergence);
@@ -516,7 +553,7 @@ impl Preparing {
             if !offer.paused && is_paused(outbound.qmp()).await? {
                 return Err(SourceQemuError::from(OutgoingError::Paused).into_api());
             }
-            let started = outbound.start(slow_at_most).await;
+            let started = outbound.start(slow_at_most, prepared).await;
             started.map_err(SourceQemuError::into_api)
         };
         let started = starts.await;
@@ -592,7 +629,12 @@ impl Preparing {
 }
 
 /// Returns the message that makes the offer.
-fn offered(context: &Context, offer: &Offer, outbound: &SourceQemu, held: &Held) -> ToDestination {
+fn offered(
+    context: &Context,
+    offer: &Offer,
+    outbound: &SourceQemu,
+    (held, managed): (&Held, Option<Managed>),
+) -> ToDestination {
     let mut disks: Vec<_> = outbound
         .disks()
         .iter()
@@ -604,7 +646,7 @@ fn offered(context: &Context, offer: &Offer, outbound: &SourceQemu, held: &Held)
     let mut offer = offer.clone();
     let ports = port::take(&mut offer.guest);
     let memory = outbound.follows();
-    if !ports.is_empty() || memory != Pulled::Nothing {
+    if !ports.is_empty() || memory != Pulled::Nothing || managed.is_some() {
         let files = held.claims().to_vec();
         let offer = DisksOffer { offer, disks };
         let offered = FilesOffer { offer, files };
@@ -612,6 +654,7 @@ fn offered(context: &Context, offer: &Offer, outbound: &SourceQemu, held: &Held)
             offered,
             ports,
             memory,
+            managed,
         }));
     }
     if !held.is_empty() {

@@ -17,7 +17,9 @@ use longhaul_codec::BlockId;
 use longhaul_engine::source::{Source, SourceError, Unseen};
 use longhaul_engine::strategy::{Before, Promise, Strategy};
 use longhaul_hypervisor::Guest;
-use longhaul_hypervisor::manager::{AbortError, GuestManager, Lease, ManagerError, Stays};
+use longhaul_hypervisor::manager::{
+    AbortError, Cookie, Departure, GuestManager, Lease, ManagerError, Stays,
+};
 use longhaul_hypervisor::memory::{
     AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Progress, Written,
 };
@@ -100,6 +102,8 @@ pub(crate) struct Stopped {
     pub(crate) stop_time: Duration,
     pub(crate) device_state_time: Duration,
     pub(crate) tail: Vec<u8>,
+    /// What its manager here has for the one at the destination.
+    pub(crate) cookie: Cookie,
 }
 
 impl SourceQemu {
@@ -260,10 +264,16 @@ impl SourceQemu {
     }
 
     /// Begins QEMU's migration, which may slow the guest by up to this percentage of its time.
-    pub(crate) async fn start(&mut self, slow_at_most: Option<u8>) -> Result<(), SourceQemuError> {
-        let path = self.guests.depart(&self.guest, &self.lease).await?;
+    /// `prepared` is what the guest's manager at the destination has for the one here.
+    pub(crate) async fn start(
+        &mut self,
+        slow_at_most: Option<u8>,
+        prepared: Cookie,
+    ) -> Result<(), SourceQemuError> {
+        let departing = self.guests.depart(&self.guest, &self.lease, prepared);
+        let Departure { socket, by } = departing.await?;
         let (qmp, memory) = (self.lease.qmp(), self.memory.clone());
-        let started = Outgoing::start(qmp, memory, &path, slow_at_most);
+        let started = Outgoing::start_by(by, qmp, memory, &socket, slow_at_most);
         let (outgoing, prelude) = started.await?;
         self.prelude = prelude.bytes;
         self.outgoing = Some(outgoing);
@@ -417,6 +427,7 @@ impl SourceQemu {
             }
             Err(error) => return Err(error.into()),
         };
+        let cookie = self.guests.departed(&self.guest).await?;
         self.log("note a stop", noted);
         while let Some(event) = self.try_event() {
             self.note(event, &mut sending.engine(), now)?;
@@ -453,6 +464,7 @@ impl SourceQemu {
             stop_time,
             device_state_time: read_time + finish_time,
             tail,
+            cookie,
         }))
     }
 

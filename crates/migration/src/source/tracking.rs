@@ -61,6 +61,11 @@ pub(crate) async fn begin(context: &Context, guest: &str) -> Result<(), ApiError
         return Err(ApiError::new(ErrorCode::GuestState, text)
             .hint(format!("longhaul guests start {guest}")));
     };
+    if let Some(by) = found.owner().manager() {
+        // Between moves nothing keeps a snapshot by that program from missing the export.
+        let text = format!("{guest} is a guest of {by}, whose writes are not tracked yet");
+        return Err(ApiError::new(ErrorCode::Refused, text));
+    }
     let lease = guests.lease(&found, COMMAND_TIMEOUT).await;
     let lease = lease.map_err(|error| ApiError::new(ErrorCode::Qemu, error.to_string()))?;
     let qmp = lease.qmp();

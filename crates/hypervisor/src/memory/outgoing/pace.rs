@@ -410,7 +410,7 @@ impl Migration {
         self.refuse().await?;
         let shared = self.shared();
         let path = self.path.as_path();
-        let begun = connect(&self.qmp, &self.before, &self.memory, path).await?;
+        let begun = connect(&*self.by, &self.qmp, &self.before, &self.memory, path).await?;
         let (mut inner, prelude) = begun;
         if prelude != self.prelude {
             inner.shared.quit();
@@ -439,7 +439,7 @@ impl Migration {
         // Otherwise it did not complete; the end of the socket has the same effect.
         shared.quit();
         self.close();
-        source::resume(&self.qmp, self.continuation()).await?;
+        self.by.resume(&self.qmp, self.continuation()).await?;
         Ok(())
     }
 

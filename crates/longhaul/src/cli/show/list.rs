@@ -5,8 +5,8 @@ use super::fetching;
 use super::figure::{self, UNKNOWN};
 use crate::cli::paint::{Line, Tone, head, table};
 use longhaul_api::{
-    Guest, GuestState, Host, Migration, Outcome, PathKind, ProbeResult, Qemu, RealmMember, Scope,
-    Side, TrustedHost,
+    Guest, GuestOwner, GuestState, Host, Migration, Outcome, PathKind, ProbeResult, Qemu,
+    RealmMember, Scope, Side, TrustedHost,
 };
 use longhaul_protocol::units::show_bytes;
 
@@ -185,6 +185,7 @@ pub(crate) fn guests(guests: &[Guest]) -> Vec<Line> {
     let mut rows = vec![head(&[
         "guest",
         "state",
+        "owner",
         "QEMU",
         "machine",
         "accel",
@@ -198,6 +199,7 @@ pub(crate) fn guests(guests: &[Guest]) -> Vec<Line> {
         rows.push(vec![
             Line::text(guest.name.clone()),
             guest_state(guest),
+            Line::text(owner(guest.owner)),
             text(guest.qemu.clone()),
             text(guest.machine_type.clone()),
             text(guest.accelerator.clone()),
@@ -209,12 +211,28 @@ pub(crate) fn guests(guests: &[Guest]) -> Vec<Line> {
     }
     let mut lines = table(rows);
     for guest in guests {
-        if let Some(coming) = &guest.coming {
+        let mut say = |what: String| {
             let line = Line::default().tone(Tone::Strong, guest.name.clone());
-            lines.push(line.plain(format!(": {coming}")));
+            lines.push(line.plain(format!(": {what}")));
+        };
+        if let Some(coming) = &guest.coming {
+            say(coming.clone());
+        }
+        if let Some(obstacle) = &guest.obstacle {
+            say(format!("cannot be moved: {obstacle}"));
         }
     }
     lines
+}
+
+fn owner(owner: GuestOwner) -> &'static str {
+    match owner {
+        GuestOwner::Longhaul => "Longhaul",
+        GuestOwner::Attached => "attached",
+        GuestOwner::Libvirt => "libvirt",
+        GuestOwner::Proxmox => "Proxmox VE",
+        GuestOwner::Other => "another",
+    }
 }
 
 /// Formats a guest's state.

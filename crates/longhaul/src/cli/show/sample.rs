@@ -461,6 +461,8 @@ pub(crate) fn trusted_hosts() -> Vec<TrustedHost> {
 pub(crate) fn guests() -> Vec<Guest> {
     let running = Guest {
         attached: false,
+        owner: longhaul_api::GuestOwner::Longhaul,
+        obstacle: None,
         name: "web-7".into(),
         state: GuestState::MovingOut,
         state_detail: Some("to paris-2".into()),

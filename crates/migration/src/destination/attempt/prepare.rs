@@ -3,7 +3,7 @@
 
 use crate::context::Context;
 use crate::destination::Destination;
-use crate::destination::attempt::{DestinationAttempt, FIRST_EPOCH};
+use crate::destination::attempt::{Arriving, DestinationAttempt, FIRST_EPOCH};
 use crate::destination::call::{Call, may_send};
 use crate::destination::companion::{About, Companions, Offered};
 use crate::destination::disks::Disks;
@@ -76,9 +76,16 @@ impl From<Refusal> for Refused {
 pub(crate) async fn prepare(
     context: &Arc<Destination>,
     call: &mut Call,
-    (offer, disks, follows): (Offer, &[OfferedDisk], Pulled),
+    arriving: Arriving,
     files: Option<&[FileClaim]>,
 ) -> Result<(DestinationAttempt, BulkOffer), Refused> {
+    let Arriving {
+        offer,
+        disks,
+        follows,
+        managed,
+    } = arriving;
+    let disks = disks.as_slice();
     let peer = call.control.peer().host.clone();
     let (admission, reservation) = admit(context, call, &offer).await?;
     check(context, &offer, disks).await?;
@@ -95,6 +102,7 @@ pub(crate) async fn prepare(
         offer,
         disks,
         follows,
+        managed,
         claims: files,
         places: Vec::new(),
         images: Vec::new(),
@@ -363,14 +371,24 @@ async fn launch(
     let disks = disks.of_guest(&offered.offer.guest);
     let content = (disks, std::mem::take(&mut offered.kept));
     let bases = std::mem::take(&mut offered.bases);
-    let offer = (&offered.offer, offered.follows);
+    let managed = offered.managed.take();
+    let offer = (&offered.offer, offered.follows, managed);
     let launched = DestinationQemu::launch(context, offer, content, bases, admission);
     let mut inbound = match launched.await {
         Ok(inbound) => inbound,
         Err(error) => return Err((refusal(error), Some(bulk))),
     };
     match companions.started(offered, &inbound).await {
-        Ok(()) => Ok((inbound, bulk)),
+        Ok(()) => {
+            let prepared = inbound.prepared();
+            if let Some(message) = prepared
+                && let Err(error) = call.sender.send(&message)
+            {
+                // The task of the attempt finds out as well.
+                tracing::debug!(%error, "the source is gone");
+            }
+            Ok((inbound, bulk))
+        }
         Err(refusal) => {
             inbound.quit().await;
             Err((refusal, Some(bulk)))

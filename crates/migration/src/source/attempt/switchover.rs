@@ -365,9 +365,14 @@ impl SourceAttempt {
         if self.entry().phase() == Phase::Stopping {
             self.entry().enter(Phase::Loading);
         }
+        let managed = self.task.outbound.guest().owner().manager();
+        let cookie = stopped.what.cookie.0.clone();
         self.send_lengths().await;
         if !listed {
             self.send_lists().await;
+        }
+        if managed.is_some() {
+            self.send(ToDestination::Departed { cookie }).await;
         }
         let (epoch, frames) = announcement;
         self.send(ToDestination::Complete {

@@ -1,0 +1,170 @@
+//! The guests of a host, whoever manages them.
+
+use crate::guest::StopError;
+use crate::launcher::Launcher;
+use crate::manager::{
+    AbortError, Commit, CommitError, Cookie, Departure, Found, Guest, GuestManager, IncomingGuest,
+    LaunchIncomingError, Launched, Lease, ManagerError, Stays,
+};
+use crate::starter::Starter;
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use longhaul_protocol::guest::Manager;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The launcher, and the programs that manage guests beside it.
+#[derive(Clone)]
+pub struct Managers {
+    launcher: Launcher,
+    others: Vec<(Manager, Arc<dyn GuestManager>)>,
+}
+
+impl Managers {
+    /// The guests of the launcher, and of these programs.
+    pub fn new(launcher: Launcher, others: Vec<(Manager, Arc<dyn GuestManager>)>) -> Self {
+        Self { launcher, others }
+    }
+
+    fn by(&self, manager: Option<Manager>) -> Option<&dyn GuestManager> {
+        let Some(manager) = manager else {
+            return Some(&self.launcher);
+        };
+        let mut others = self.others.iter();
+        let other = others.find(|(by, _)| *by == manager);
+        other.map(|(_, guests)| &**guests)
+    }
+
+    /// Returns the manager of a guest.
+    fn of(&self, guest: &Guest) -> &dyn GuestManager {
+        // No other manager makes handles of its guests.
+        self.by(guest.owner().manager()).unwrap_or(&self.launcher)
+    }
+
+    fn all(&self) -> impl Iterator<Item = &dyn GuestManager> {
+        let launcher: &dyn GuestManager = &self.launcher;
+        let others = self.others.iter().map(|(_, guests)| &**guests);
+        std::iter::once(launcher).chain(others)
+    }
+}
+
+impl GuestManager for Managers {
+    fn list(&self) -> io::Result<Vec<Found>> {
+        let mut all: Vec<Found> = Vec::new();
+        for manager in self.all() {
+            for found in manager.list()? {
+                // Names are unique here, and Longhaul's own guests were known by theirs first.
+                if all.iter().all(|known| known.name() != found.name()) {
+                    all.push(found);
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn starter(&self, guest: &Guest) -> io::Result<Option<Starter>> {
+        self.of(guest).starter(guest)
+    }
+
+    fn lease<'a>(
+        &'a self,
+        guest: &'a Guest,
+        within: Duration,
+    ) -> BoxFuture<'a, Result<Lease, ManagerError>> {
+        self.of(guest).lease(guest, within)
+    }
+
+    fn launch_incoming(
+        &self,
+        incoming: IncomingGuest,
+    ) -> BoxFuture<'_, Result<Launched, LaunchIncomingError>> {
+        let by = incoming.managed.as_ref().map(|managed| managed.by);
+        match self.by(by) {
+            Some(manager) => manager.launch_incoming(incoming),
+            None => {
+                let by = by.map(|by| by.to_string()).unwrap_or_default();
+                let text = format!("it is a guest of {by}, which this host does not have");
+                async { Err(LaunchIncomingError::Unsuitable(text)) }.boxed()
+            }
+        }
+    }
+
+    fn incoming_socket(&self, guest: &Guest) -> io::Result<PathBuf> {
+        self.of(guest).incoming_socket(guest)
+    }
+
+    fn commit<'a>(
+        &'a self,
+        guest: &'a Guest,
+        lease: Option<&'a Lease>,
+        commit: Commit,
+    ) -> BoxFuture<'a, Result<(), CommitError>> {
+        self.of(guest).commit(guest, lease, commit)
+    }
+
+    fn abort_incoming<'a>(
+        &'a self,
+        guest: &'a str,
+        lease: Option<&'a Lease>,
+    ) -> BoxFuture<'a, Result<(), StopError>> {
+        async move {
+            // Each does nothing if no guest of that name arrives at it.
+            for manager in self.all() {
+                manager.abort_incoming(guest, lease).await?;
+            }
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn begin<'a>(
+        &'a self,
+        guest: &'a Guest,
+        lease: &'a Lease,
+    ) -> BoxFuture<'a, Result<Cookie, ManagerError>> {
+        self.of(guest).begin(guest, lease)
+    }
+
+    fn depart<'a>(
+        &'a self,
+        guest: &'a Guest,
+        lease: &'a Lease,
+        prepared: Cookie,
+    ) -> BoxFuture<'a, Result<Departure, ManagerError>> {
+        self.of(guest).depart(guest, lease, prepared)
+    }
+
+    fn departed<'a>(&'a self, guest: &'a Guest) -> BoxFuture<'a, Result<Cookie, ManagerError>> {
+        self.of(guest).departed(guest)
+    }
+
+    fn note_stop(&self, guest: &Guest, stops: bool) -> io::Result<()> {
+        self.of(guest).note_stop(guest, stops)
+    }
+
+    fn abort_outgoing<'a>(
+        &'a self,
+        guest: &'a Guest,
+        lease: &'a Lease,
+        stays: Stays,
+    ) -> BoxFuture<'a, Result<(), AbortError>> {
+        self.of(guest).abort_outgoing(guest, lease, stays)
+    }
+
+    fn confirm<'a>(
+        &'a self,
+        guest: &'a str,
+        lease: Option<&'a Lease>,
+    ) -> BoxFuture<'a, Result<(), StopError>> {
+        async move {
+            // Each does nothing if no guest of that name departs from it.
+            for manager in self.all() {
+                manager.confirm(guest, lease).await?;
+            }
+            Ok(())
+        }
+        .boxed()
+    }
+}
