@@ -13,7 +13,7 @@ pub const CORES: [&str; 8] = [
 ];
 
 /// The dependencies allowed for each package of the workspace (without those of its tests).
-pub const DIRECTION: [(&str, &[&str]); 28] = [
+pub const DIRECTION: [(&str, &[&str]); 29] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
@@ -26,6 +26,10 @@ pub const DIRECTION: [(&str, &[&str]); 28] = [
     ("longhaul-paths", &["longhaul-protocol"]),
     ("longhaul-realm", &["longhaul-protocol"]),
     ("longhaul-hypervisor", &CORES),
+    (
+        "longhaul-libvirt",
+        &["longhaul-protocol", "longhaul-hypervisor"],
+    ),
     ("longhaul-storage", &CORES),
     ("longhaul-image", &["longhaul-storage"]),
     ("longhaul-parcel", &["longhaul-storage"]),
@@ -53,6 +57,7 @@ pub const DIRECTION: [(&str, &[&str]); 28] = [
             "longhaul-engine",
             "longhaul-attempt",
             "longhaul-hypervisor",
+            "longhaul-libvirt",
             "longhaul-storage",
             "longhaul-image",
             "longhaul-parcel",

@@ -14,6 +14,7 @@ pub mod installed;
 pub mod internet;
 pub mod interrupt;
 pub mod lab;
+pub mod libvirt;
 pub mod link;
 mod mounts;
 pub mod netns;

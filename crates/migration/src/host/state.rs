@@ -7,6 +7,9 @@ use crate::host::start_error::StartError;
 use longhaul_hypervisor::capabilities::Prober;
 use longhaul_hypervisor::launcher::Launcher;
 use longhaul_hypervisor::manager::GuestManager;
+use longhaul_hypervisor::managers::Managers;
+use longhaul_libvirt::manager::Libvirt;
+use longhaul_protocol::guest::Manager;
 use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_transport::{Identity, TRUST_FILE, TrustStore};
 use nix::fcntl::{Flock, FlockArg};
@@ -32,7 +35,7 @@ pub struct Parts {
     pub prober: Prober,
     /// The launcher of its guests.
     pub launcher: Launcher,
-    /// The manager of the guests that migrate. Today this is the launcher.
+    /// The managers of the guests that migrate: the launcher, and libvirt.
     pub guests: Arc<dyn GuestManager>,
     /// The networks of this host's realm.
     pub networks: longhaul_network::networks::Slot,
@@ -54,6 +57,14 @@ impl Parts {
         })?;
         let prober = Prober::new(config.hypervisor.clone());
         let launcher = Launcher::new(config.hypervisor.clone(), prober.clone());
+        let hypervisor = config.hypervisor.clone();
+        let mut others: Vec<(Manager, Arc<dyn GuestManager>)> = Vec::new();
+        if hypervisor.libvirt.enabled {
+            let socket = hypervisor.libvirt.socket.clone();
+            let libvirt = Libvirt::new(hypervisor, socket);
+            others.push((Manager::Libvirt, Arc::new(libvirt)));
+        }
+        let managers = Managers::new(launcher.clone(), others);
         let held = Held::start(config.content.as_ref(), &config.state, &config.hypervisor)?;
         let kept_memory = KeptMemory::open(config.kept_memory.as_ref(), &config.state)?;
         Ok(Self {
@@ -64,7 +75,7 @@ impl Parts {
             identity,
             trust,
             prober,
-            guests: Arc::new(launcher.clone()),
+            guests: Arc::new(managers),
             launcher,
         })
     }

@@ -1,0 +1,290 @@
+//! Runs libvirt's daemon on emulated hosts, and guests of the laboratory as its domains.
+//!
+//! The daemon knows its folders by fixed paths, so each one has a mount namespace, in which these
+//! are folders of its host. Its sockets can be used from outside by their paths there.
+
+use crate::error::{During, LabError};
+use crate::guest::KernelFiles;
+use crate::guest::disks::LocalDisk;
+use crate::lab::Host;
+use crate::process::{self, run, wait_until};
+use longhaul_protocol::guest::GuestDescription;
+use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// The daemon's program in Debian's package.
+const DAEMON: &str = "/usr/sbin/libvirtd";
+/// The folders of the daemon, and the host's folders that it has in their place.
+const FOLDERS: [(&str, &str); 5] = [
+    ("/run/libvirt", "run"),
+    ("/var/lib/libvirt", "lib"),
+    ("/etc/libvirt", "etc"),
+    ("/var/log/libvirt", "log"),
+    ("/var/cache/libvirt", "cache"),
+];
+/// The time limit for a daemon's start. The first one asks each QEMU what it can do.
+const START_LIMIT: Duration = Duration::from_secs(120);
+/// QEMU runs as root, as all of a laboratory does, and without control groups: the daemons of two
+/// hosts would make them by the same names.
+const QEMU_CONF: &str = "\
+user = \"root\"
+group = \"root\"
+dynamic_ownership = 0
+security_driver = \"none\"
+cgroup_controllers = [ ]
+namespaces = [ ]
+stdio_handler = \"file\"
+";
+
+/// Returns the version of libvirt that is installed, such as `9.0.0`.
+///
+/// # Errors
+/// When it is not.
+pub fn installed() -> Result<String, LabError> {
+    let there = [DAEMON, "/usr/bin/virsh"];
+    if let Some(missing) = there.iter().find(|path| !Path::new(path).is_file()) {
+        return Err(LabError::Missing {
+            what: format!("libvirt ({missing})"),
+            hint: "sudo scripts/install lab".to_owned(),
+        });
+    }
+    let said = run(Command::new(DAEMON).arg("--version"))?;
+    let version = said.split_whitespace().next_back().unwrap_or_default();
+    Ok(version.to_owned())
+}
+
+/// The daemon of an emulated host. It is ended when this is dropped; its guests are not.
+#[derive(Debug)]
+pub struct Libvirt {
+    folder: PathBuf,
+    process: Child,
+}
+
+impl Libvirt {
+    /// Starts the daemon of a host.
+    ///
+    /// # Errors
+    /// When it is not installed, or does not come up.
+    pub fn start(host: &Host) -> Result<Self, LabError> {
+        installed()?;
+        let folder = host.folder().join("libvirt");
+        for (_, own) in FOLDERS {
+            let own = folder.join(own);
+            fs::create_dir_all(&own).during(|| format!("make {}", own.display()))?;
+        }
+        let uuid = fs::read_to_string("/proc/sys/kernel/random/uuid");
+        let uuid = uuid.during(|| "make a UUID".to_owned())?;
+        let daemon = format!(
+            "auth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\nhost_uuid = \"{}\"\n",
+            uuid.trim()
+        );
+        for (name, content) in [("libvirtd.conf", daemon.as_str()), ("qemu.conf", QEMU_CONF)] {
+            let path = folder.join("etc").join(name);
+            fs::write(&path, content).during(|| format!("write {}", path.display()))?;
+        }
+        let process = Self::spawn(host, &folder)?;
+        let mut libvirt = Self { folder, process };
+        libvirt.wait_until_it_answers()?;
+        Ok(libvirt)
+    }
+
+    fn spawn(host: &Host, folder: &Path) -> Result<Child, LabError> {
+        let log = folder.join("libvirtd.log");
+        let log = File::options().create(true).append(true).open(&log);
+        let log = log.during(|| format!("open the log in {}", folder.display()))?;
+        let mut script = String::from("set -e\n");
+        for (path, own) in FOLDERS {
+            fs::create_dir_all(path).during(|| format!("make {path}"))?;
+            let own = folder.join(own);
+            script += &format!("mount --bind '{}' {path}\n", own.display());
+        }
+        script += &format!("exec {DAEMON} --pid-file /run/libvirt/libvirtd.pid\n");
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--propagation", "private", "sh", "-c", &script]);
+        let errors = log.try_clone().during(|| "open the log".to_owned())?;
+        command.stdin(Stdio::null()).stdout(log).stderr(errors);
+        command.process_group(0);
+        host.spawn(&mut command)
+    }
+
+    fn wait_until_it_answers(&mut self) -> Result<(), LabError> {
+        let socket = self.socket();
+        let mut ended = None;
+        let answers = wait_until(START_LIMIT, || {
+            ended = self.process.try_wait().ok().flatten();
+            ended.is_some() || UnixStream::connect(&socket).is_ok()
+        });
+        match (ended, answers) {
+            (None, true) => Ok(()),
+            (Some(status), _) => Err(LabError::Command {
+                command: DAEMON.to_owned(),
+                message: format!("{status}: {}", self.end_of_log()),
+            }),
+            (None, false) => Err(LabError::Late {
+                what: "libvirt did not answer".to_owned(),
+                seconds: START_LIMIT.as_secs(),
+                log: self.folder.join("libvirtd.log"),
+            }),
+        }
+    }
+
+    /// Returns the socket of its RPC protocol.
+    pub fn socket(&self) -> PathBuf {
+        self.folder.join("run/libvirt-sock")
+    }
+
+    /// Returns the last lines of its log.
+    pub fn end_of_log(&self) -> String {
+        let log = fs::read_to_string(self.folder.join("libvirtd.log")).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().collect();
+        lines[lines.len().saturating_sub(5)..].join(" | ")
+    }
+
+    /// Ends it without warning, as a crash would. Its guests go on.
+    ///
+    /// # Errors
+    /// When it cannot be waited for.
+    pub fn kill(&mut self) -> Result<(), LabError> {
+        // It may be dead already.
+        let _ = self.process.kill();
+        let ended = self.process.wait();
+        ended.map(drop).during(|| "wait for libvirt".to_owned())
+    }
+
+    /// Starts it again after it was killed.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn restart(&mut self, host: &Host) -> Result<(), LabError> {
+        self.kill()?;
+        self.process = Self::spawn(host, &self.folder)?;
+        self.wait_until_it_answers()
+    }
+
+    /// Returns a command of libvirt's own client.
+    pub fn virsh(&self, words: &[&str]) -> Command {
+        virsh_at(&self.socket(), words)
+    }
+
+    /// Runs a command of libvirt's own client, and returns its output.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn run(&self, words: &[&str]) -> Result<String, LabError> {
+        Ok(run(&mut self.virsh(words))?.trim().to_owned())
+    }
+
+    /// Defines a domain, and starts it.
+    ///
+    /// # Errors
+    /// When libvirt refuses.
+    pub fn start_domain(&self, name: &str, xml: &str) -> Result<(), LabError> {
+        let path = self.folder.join(format!("{name}.xml"));
+        fs::write(&path, xml).during(|| format!("write {}", path.display()))?;
+        self.run(&["define", &path.display().to_string()])?;
+        self.run(&["start", name]).map(drop)
+    }
+
+    /// Returns the host's end of a channel of a domain that runs.
+    pub fn channel(&self, domain: &str, channel: &str) -> Option<PathBuf> {
+        let folder = self.folder.join("lib/qemu/channel/target");
+        let folders = fs::read_dir(folder).ok()?.filter_map(Result::ok);
+        let end = format!("-{domain}");
+        let mut sockets = folders
+            .filter(|folder| folder.file_name().to_string_lossy().ends_with(&end))
+            .map(|folder| folder.path().join(channel));
+        sockets.find(|socket| UnixStream::connect(socket).is_ok())
+    }
+}
+
+impl Drop for Libvirt {
+    fn drop(&mut self) {
+        let pid = i32::try_from(self.process.id()).unwrap_or_default();
+        if let Err(error) = process::kill_all(&[pid]) {
+            crate::lab::say(&error.to_string());
+        }
+        let _ = self.process.wait();
+    }
+}
+
+/// Returns a command of libvirt's own client, for the daemon at a socket.
+pub fn virsh_at(socket: &Path, words: &[&str]) -> Command {
+    let mut command = Command::new("virsh");
+    let uri = format!("qemu+unix:///system?socket={}", socket.display());
+    command.args(["--quiet", "--connect", &uri]).args(words);
+    command
+}
+
+/// Returns the XML of a guest of the laboratory as a domain, whose QEMU is this one, with disks of
+/// its host.
+///
+/// # Errors
+/// When the guest boots from a disk, or has cards: it does not have them here.
+pub fn domain_xml(
+    guest: &GuestDescription,
+    files: &KernelFiles,
+    qemu: &Path,
+    disks: &[LocalDisk],
+) -> Result<String, LabError> {
+    let refused = |message: &str| LabError::Answer {
+        what: format!("the domain of {}", guest.name),
+        message: message.to_owned(),
+    };
+    let Some(kernel) = &guest.kernel else {
+        return Err(refused("it boots from a disk"));
+    };
+    if !guest.nics.is_empty() {
+        return Err(refused("it has cards"));
+    }
+    let disk = |(letter, disk): (char, &LocalDisk)| {
+        format!(
+            "    <disk type='file' device='disk'><driver name='qemu' type='{}' discard='unmap'/><source \
+             file='{}'/><target dev='vd{letter}' bus='virtio'/></disk>\n",
+            disk.kind.format.name(),
+            disk.path.display()
+        )
+    };
+    let disks: String = ('a'..='z').zip(disks).map(disk).collect();
+    let channel = |name: &str| {
+        format!(
+            "    <channel type='unix'><source mode='bind'/><target type='virtio' name='{name}'/>\
+             </channel>\n"
+        )
+    };
+    let channels: String = guest.channels.iter().map(|it| channel(&it.name)).collect();
+    Ok(format!(
+        "\
+<domain type='qemu'>
+  <name>{name}</name>
+  <memory unit='MiB'>{memory}</memory>
+  <vcpu>{vcpus}</vcpu>
+  <os>
+    <type arch='x86_64' machine='{machine}'>hvm</type>
+    <kernel>{kernel}</kernel>
+    <initrd>{initrd}</initrd>
+    <cmdline>{line}</cmdline>
+  </os>
+  <features><acpi/><apic/></features>
+  <cpu mode='custom'><model>{cpu}</model></cpu>
+  <devices>
+    <emulator>{qemu}</emulator>
+{disks}{channels}    <console type='pty'/>
+    <memballoon model='virtio'/>
+  </devices>
+</domain>
+",
+        name = guest.name,
+        memory = guest.memory_mib,
+        vcpus = guest.vcpus,
+        machine = guest.machine,
+        kernel = files.kernel.display(),
+        initrd = files.initramfs.display(),
+        line = kernel.command_line,
+        cpu = guest.cpu,
+        qemu = qemu.display(),
+    ))
+}

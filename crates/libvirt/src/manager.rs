@@ -1,0 +1,732 @@
+//! libvirt as a manager of guests: a move is a migration of libvirt's, whose phases the two agents
+//! call, each at its own daemon.
+
+mod perform;
+
+use crate::connection::{Connection, LibvirtError, WeakConnection};
+use crate::domain::{Domain, DomainState, PausedFor, Xml};
+use crate::migration::{Begun, Cookie as LibvirtCookie, Flags, Outcome};
+use crate::monitor;
+use crate::notes::{Note, Notes, Role};
+use crate::xdr::{Reader, Writer, XdrError};
+use crate::xml::DomainXml;
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use longhaul_hypervisor::config::HostConfig;
+use longhaul_hypervisor::description;
+use longhaul_hypervisor::guest::StopError;
+use longhaul_hypervisor::manager::{
+    AbortError, Commit, CommitError, Cookie, Departure, Facts, Found, Guest, GuestManager,
+    IncomingGuest, LaunchIncomingError, Launched, Lease, ManagerError, Owner, Stays,
+};
+use longhaul_hypervisor::process::ProcessId;
+use longhaul_hypervisor::qmp::Qmp;
+use longhaul_hypervisor::starter::Starter;
+use longhaul_protocol::guest::{Managed, Manager};
+use longhaul_protocol::limits::COOKIE_BYTES_MAX;
+use perform::Performer;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Display;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+use tokio::task::spawn_blocking;
+
+/// Every move: disks and their caches are Longhaul's affair.
+const FLAGS: Flags = Flags::LIVE.with(Flags::UNSAFE);
+/// The folder in which every QEMU of libvirt may make sockets of these names, whatever confines it:
+/// `NAME.tunnelmigrate.dest.DOMAIN`.
+const SOCKETS: &str = "/var/lib/libvirt/qemu";
+const STREAM: &str = "longhaul";
+const MONITOR: &str = "longhaul-qmp";
+const LOGS: &str = "/var/log/libvirt/qemu";
+/// The interval between looks at a state.
+const POLL: Duration = Duration::from_millis(20);
+
+/// The guests of libvirt on this host.
+#[derive(Debug, Clone)]
+pub struct Libvirt {
+    config: Arc<HostConfig>,
+    /// The daemon's socket, unless it is to be looked for.
+    socket: Option<PathBuf>,
+    notes: Notes,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// For questions.
+    queries: Mutex<Option<Connection>>,
+    /// The connections of leases, by the guests' names: the jobs of moves belong to them.
+    leases: Mutex<HashMap<String, WeakConnection>>,
+    /// Those that make a guest migrate, by the guests' names.
+    performers: Mutex<HashMap<String, Weak<Performer>>>,
+    /// How arriving domains are defined here, by their names.
+    definitions: Mutex<HashMap<String, Definition>>,
+}
+
+/// A domain's definition for this host.
+#[derive(Debug, Clone)]
+struct Definition {
+    xml: Option<String>,
+    autostarts: bool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every change is one step.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn failed(error: impl Display) -> ManagerError {
+    ManagerError(error.to_string())
+}
+
+fn other(error: impl Display) -> io::Error {
+    io::Error::other(error.to_string())
+}
+
+/// Runs calls of libvirt, which block.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, LibvirtError> + Send + 'static,
+) -> Result<T, String> {
+    match spawn_blocking(work).await {
+        Ok(done) => done.map_err(|error| error.to_string()),
+        Err(error) => Err(format!("a part of the agent broke: {error}")),
+    }
+}
+
+/// What one daemon has for the other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Handoff {
+    begun: Begun,
+    /// The domain as it is defined, which may differ from what runs.
+    defined: Option<String>,
+    /// Whether it is started with its host.
+    autostarts: bool,
+}
+
+impl Handoff {
+    /// As it travels: in XDR, the XML, libvirt's cookie, the definition if there is one, and
+    /// whether the domain is started with its host.
+    fn pack(&self) -> Cookie {
+        let mut writer = Writer::default();
+        writer.text(&self.begun.xml).opaque(&self.begun.cookie.0);
+        writer.optional_text(self.defined.as_deref());
+        writer.u32(u32::from(self.autostarts));
+        Cookie(writer.into_bytes())
+    }
+
+    fn unpack(bytes: &[u8]) -> Result<Self, XdrError> {
+        let mut reader = Reader::new(bytes);
+        let handoff = Self {
+            begun: Begun {
+                xml: reader.text()?.to_owned(),
+                cookie: LibvirtCookie(reader.opaque(COOKIE_BYTES_MAX)?.to_vec()),
+            },
+            defined: reader.optional(|it| it.text().map(str::to_owned))?,
+            autostarts: reader.bool()?,
+        };
+        reader.end()?;
+        Ok(handoff)
+    }
+}
+
+/// Returns the path of a socket that a domain's QEMU may make.
+fn socket_of(what: &str, domain: &str) -> PathBuf {
+    Path::new(SOCKETS).join(format!("{what}.tunnelmigrate.dest.{domain}"))
+}
+
+impl Libvirt {
+    /// Manages the guests of the daemon at a socket, or of the one that is found. The configuration
+    /// names what they use on this host.
+    pub fn new(config: Arc<HostConfig>, socket: Option<PathBuf>) -> Self {
+        Self {
+            notes: Notes::new(&config.state),
+            config,
+            socket,
+            shared: Arc::default(),
+        }
+    }
+
+    fn connect(&self) -> Result<Option<Connection>, LibvirtError> {
+        match &self.socket {
+            Some(socket) => Connection::open(socket).map(Some),
+            None => Connection::find(),
+        }
+    }
+
+    /// Returns a connection for questions; `None` where there is no libvirt.
+    fn queries(&self) -> Result<Option<Connection>, LibvirtError> {
+        let mut queries = lock(&self.shared.queries);
+        if let Some(connection) = queries.as_ref().filter(|it| !it.is_closed()) {
+            return Ok(Some(connection.clone()));
+        }
+        *queries = self.connect()?;
+        Ok(queries.clone())
+    }
+
+    /// Returns the connection of a guest's lease.
+    fn of_lease(&self, name: &str) -> Option<Connection> {
+        lock(&self.shared.leases).get(name)?.upgrade()
+    }
+
+    fn performer(&self, name: &str) -> Option<Arc<Performer>> {
+        lock(&self.shared.performers).get(name)?.upgrade()
+    }
+
+    /// Returns what a domain is as a guest.
+    fn look(&self, connection: &Connection, domain: &Domain) -> Result<Found, LibvirtError> {
+        let name = domain.name.as_str();
+        let xml = connection.xml(domain, Xml::Live)?;
+        let note = self.notes.read(name).unwrap_or_default();
+        let note = note.filter(|note| note.uuid == domain.uuid_text());
+        let sender = note.as_ref().and_then(|note| note.sender);
+        let described = DomainXml::read(&xml).and_then(|xml| xml.description(&self.config));
+        let described = described.map_err(|error| error.to_string());
+        let described = described.and_then(|guest| {
+            let checked = description::check(&guest).map_err(|error| error.to_string());
+            checked.map(|()| guest)
+        });
+        Ok(match described {
+            Ok(description) => Found::Running(Guest::from(Facts {
+                description,
+                generation: note.map_or(0, |note| note.generation),
+                process: self.process(connection, name).unwrap_or_default(),
+                owner: Owner::Libvirt,
+                paused: matches!(connection.state(domain)?, DomainState::Paused(_)),
+                sender,
+                log: Path::new(LOGS).join(format!("{name}.log")),
+                channels: BTreeMap::new(),
+            })),
+            Err(why) => Found::Foreign {
+                name: name.to_owned(),
+                by: Manager::Libvirt,
+                why,
+            },
+        })
+    }
+
+    /// Returns the process of a domain's QEMU, which libvirt keeps in a file beside its socket.
+    fn process(&self, connection: &Connection, name: &str) -> io::Result<Option<ProcessId>> {
+        let folder = connection.path().parent().unwrap_or(Path::new("/"));
+        let text = fs::read_to_string(folder.join("qemu").join(format!("{name}.pid")))?;
+        ProcessId::of(text.trim().parse().map_err(other)?)
+    }
+
+    /// Opens a connection of its own for a guest, which is its lease.
+    async fn open(&self, name: &str, within: Duration) -> Result<Lease, ManagerError> {
+        let start = Instant::now();
+        while self.of_lease(name).is_some() {
+            if start.elapsed() > within {
+                return Err(failed("another operation of this agent controls its QEMU"));
+            }
+            tokio::time::sleep(POLL).await;
+        }
+        let (manager, called) = (self.clone(), name.to_owned());
+        let opened = blocking(move || {
+            let Some(connection) = manager.connect()? else {
+                return Ok(None);
+            };
+            let domain = connection.domain(&called)?;
+            Ok(domain.map(|domain| (connection, domain)))
+        });
+        let Some((connection, domain)) = opened.await.map_err(failed)? else {
+            return Err(failed(format!("libvirt has no domain {name}")));
+        };
+        self.lease_over(&connection, &domain, within).await
+    }
+
+    async fn lease_over(
+        &self,
+        connection: &Connection,
+        domain: &Domain,
+        within: Duration,
+    ) -> Result<Lease, ManagerError> {
+        let qmp = monitor::open(connection, domain, within).await;
+        Ok(self.lease_holding(connection, &domain.name, qmp.map_err(failed)?))
+    }
+
+    fn lease_holding(&self, connection: &Connection, name: &str, qmp: Qmp) -> Lease {
+        let weak = connection.downgrade();
+        lock(&self.shared.leases).insert(name.to_owned(), weak);
+        Lease::holding(qmp, connection.clone())
+    }
+
+    async fn launch(self, incoming: IncomingGuest) -> Result<Launched, LaunchIncomingError> {
+        let unsuitable = |error: &dyn Display| LaunchIncomingError::Unsuitable(error.to_string());
+        let broken = |error: &dyn Display| LaunchIncomingError::Failed(error.to_string());
+        let IncomingGuest {
+            description,
+            generation,
+            sender,
+            managed,
+            ..
+        } = incoming;
+        let Some(Managed { cookie, .. }) = managed else {
+            return Err(unsuitable(&"it is no guest of libvirt"));
+        };
+        let handoff = Handoff::unpack(&cookie).map_err(|error| unsuitable(&error))?;
+        let name = description.name.clone();
+        let (stream, monitor) = (socket_of(STREAM, &name), socket_of(MONITOR, &name));
+        let read = DomainXml::read(&handoff.begun.xml).map_err(|error| unsuitable(&error))?;
+        let shown = monitor.display().to_string();
+        let xml = read.with_monitor(&description, &self.config, &shown);
+        let xml = xml.map_err(|error| unsuitable(&error))?;
+        let defined = handoff
+            .defined
+            .as_deref()
+            .map(|defined| DomainXml::read(defined)?.for_host(&description, &self.config));
+        let definition = Definition {
+            xml: defined.transpose().map_err(|error| unsuitable(&error))?,
+            autostarts: handoff.autostarts,
+        };
+        lock(&self.shared.definitions).insert(name.clone(), definition);
+        let note = Note {
+            uuid: read.uuid().unwrap_or_default().to_owned(),
+            role: Role::Arrives,
+            generation,
+            sender: Some(sender),
+            stops: false,
+        };
+        self.notes
+            .write(&name, &note)
+            .map_err(|error| broken(&error))?;
+        let uri = format!("unix://{}", stream.display());
+        let (manager, called) = (self.clone(), name.clone());
+        let prepared = blocking(move || {
+            let Some(connection) = manager.connect()? else {
+                return Ok(None);
+            };
+            let prepared = connection.prepare(&handoff.begun.cookie, &xml, &uri, FLAGS)?;
+            let domain = connection.domain(&called)?;
+            Ok(domain.map(|domain| (connection, domain, prepared)))
+        });
+        let launched = async {
+            let prepared = prepared.await.map_err(|error| broken(&error))?;
+            let (connection, domain, LibvirtCookie(cookie)) =
+                prepared.ok_or_else(|| unsuitable(&"there is no libvirt here"))?;
+            let found = self.look(&connection, &domain);
+            match found.map_err(|error| broken(&error))? {
+                Found::Running(guest) => {
+                    let qmp = Qmp::connect(&seen_by(&guest, &monitor), monitor::TIMEOUT).await;
+                    let qmp = qmp.map_err(|error| broken(&error))?;
+                    let lease = self.lease_holding(&connection, &name, qmp);
+                    Ok((guest, lease, Cookie(cookie)))
+                }
+                Found::Foreign { why, .. } => Err(unsuitable(&why)),
+                Found::Ended(_) | Found::Damaged { .. } => Err(broken(&"its QEMU has ended")),
+            }
+        };
+        match launched.await {
+            Ok((guest, lease, cookie)) => {
+                let socket = seen_by(&guest, &stream);
+                Ok(Launched {
+                    guest,
+                    lease,
+                    socket,
+                    listens: true,
+                    cookie,
+                })
+            }
+            Err(error) => {
+                // The daemon ends its QEMU with the connection.
+                self.forget(&name);
+                Err(error)
+            }
+        }
+    }
+
+    fn forget(&self, name: &str) {
+        if let Err(error) = self.notes.forget(name) {
+            tracing::error!(guest = name, %error, "cannot forget a note about it");
+        }
+    }
+
+    /// Ends a departed guest's QEMU here, and its definition.
+    async fn end_departed(&self, name: &str) -> Result<(), String> {
+        if let Some(connection) = self.of_lease(name) {
+            let called = name.to_owned();
+            let confirmed = blocking(move || {
+                let Some(domain) = connection.domain(&called)? else {
+                    return Ok(());
+                };
+                connection.confirm(&domain, &LibvirtCookie::default(), Outcome::Moved, FLAGS)
+            });
+            match confirmed.await {
+                Ok(()) => return Ok(()),
+                // Its daemon was restarted, and has forgotten the job.
+                Err(error) => tracing::info!(guest = name, error, "ending it by its name"),
+            }
+        }
+        let uuid = self.notes.read(name).map_err(|error| error.to_string())?;
+        let Some(uuid) = uuid.map(|note| note.uuid) else {
+            return Ok(());
+        };
+        let (manager, called) = (self.clone(), name.to_owned());
+        let ended = blocking(move || {
+            let Some(connection) = manager.connect()? else {
+                return Ok(());
+            };
+            let domain = connection.domain(&called)?;
+            let Some(domain) = domain.filter(|it| it.uuid_text() == uuid) else {
+                return Ok(());
+            };
+            if domain.id.is_some() {
+                connection.destroy(&domain)?;
+            }
+            match connection.undefine(&domain) {
+                // It was transient, and is gone with its QEMU.
+                Err(error) if error.is_no_domain() => Ok(()),
+                undefined => undefined,
+            }
+        });
+        ended.await
+    }
+}
+
+/// Returns the path of a socket of a guest's QEMU as this process sees it: QEMU may have mounts of
+/// its own.
+fn seen_by(guest: &Guest, socket: &Path) -> PathBuf {
+    let Some(pid) = guest.pid() else {
+        return socket.to_owned();
+    };
+    let inside = socket.strip_prefix("/").unwrap_or(socket);
+    PathBuf::from(format!("/proc/{pid}/root")).join(inside)
+}
+
+fn stop_error(guest: &str, what: &str, error: impl Display) -> StopError {
+    StopError {
+        guest: guest.to_owned(),
+        what: what.to_owned(),
+        source: other(error),
+    }
+}
+
+impl GuestManager for Libvirt {
+    fn list(&self) -> io::Result<Vec<Found>> {
+        let queries = match self.queries() {
+            Ok(Some(connection)) => connection,
+            Ok(None) => return Ok(Vec::new()),
+            Err(error) => {
+                // Longhaul's own guests do not depend on it.
+                tracing::warn!(%error, "libvirt's guests are not known");
+                return Ok(Vec::new());
+            }
+        };
+        let domains = queries.domains().map_err(other)?;
+        let mut found = Vec::new();
+        for domain in domains.iter().filter(|domain| domain.id.is_some()) {
+            match self.look(&queries, domain) {
+                Ok(guest) => found.push(guest),
+                // It has ended meanwhile.
+                Err(error) if error.is_no_domain() => {}
+                Err(error) => return Err(other(error)),
+            }
+        }
+        Ok(found)
+    }
+
+    fn starter(&self, _: &Guest) -> io::Result<Option<Starter>> {
+        // Its definition goes with it.
+        Ok(None)
+    }
+
+    fn lease<'a>(
+        &'a self,
+        guest: &'a Guest,
+        within: Duration,
+    ) -> BoxFuture<'a, Result<Lease, ManagerError>> {
+        self.open(guest.name(), within).boxed()
+    }
+
+    fn launch_incoming(
+        &self,
+        incoming: IncomingGuest,
+    ) -> BoxFuture<'_, Result<Launched, LaunchIncomingError>> {
+        let launching = tokio::spawn(self.clone().launch(incoming));
+        let broke =
+            |error| LaunchIncomingError::Failed(format!("a part of the agent broke: {error}"));
+        async move { launching.await.map_err(broke)? }.boxed()
+    }
+
+    fn incoming_socket(&self, guest: &Guest) -> io::Result<PathBuf> {
+        Ok(seen_by(guest, &socket_of(STREAM, guest.name())))
+    }
+
+    fn commit<'a>(
+        &'a self,
+        guest: &'a Guest,
+        lease: Option<&'a Lease>,
+        commit: Commit,
+    ) -> BoxFuture<'a, Result<(), CommitError>> {
+        async move {
+            let name = guest.name().to_owned();
+            let connection = lease.and_then(|_| self.of_lease(&name));
+            let called = name.clone();
+            let manager = self.clone();
+            let Commit {
+                generation,
+                runs,
+                cookie: Cookie(cookie),
+            } = commit;
+            let committed = blocking(move || match connection {
+                Some(connection) => {
+                    let flags = match runs {
+                        true => FLAGS,
+                        false => FLAGS.with(Flags::PAUSED),
+                    };
+                    let finished = connection.finish(&called, &LibvirtCookie(cookie), flags);
+                    finished.map(drop)
+                }
+                None => manager.run_found(&called, runs),
+            });
+            // Whether it has run is known to libvirt alone.
+            committed.await.map_err(CommitError::Unknown)?;
+            let noted = self.notes.change(&name, |note| {
+                note.role = Role::Here;
+                note.generation = generation;
+            });
+            if let Err(error) = noted {
+                // A later agent notes it from the journal.
+                tracing::error!(guest = name, %error, "cannot note the generation");
+            }
+            // The guest runs, so whatever fails from here on is not a part of the move.
+            if let Err(error) = self.define(&name).await {
+                tracing::error!(guest = name, error, "its definition is the source's");
+            }
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn abort_incoming<'a>(
+        &'a self,
+        guest: &'a str,
+        _: Option<&'a Lease>,
+    ) -> BoxFuture<'a, Result<(), StopError>> {
+        async move {
+            let failed = |error: String| stop_error(guest, "ending its QEMU", error);
+            let note = self.notes.read(guest);
+            let note = note.map_err(|error| failed(error.to_string()))?;
+            let Some(note) = note.filter(|note| note.role == Role::Arrives) else {
+                return Ok(());
+            };
+            let (manager, called) = (self.clone(), guest.to_owned());
+            let connection = self.of_lease(guest);
+            let ended = blocking(move || manager.end_arriving(connection, &called, &note.uuid));
+            ended.await.map_err(failed)?;
+            self.forget(guest);
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn begin<'a>(
+        &'a self,
+        guest: &'a Guest,
+        _: &'a Lease,
+    ) -> BoxFuture<'a, Result<Cookie, ManagerError>> {
+        async move {
+            let name = guest.name().to_owned();
+            let connection = self.of_lease(&name);
+            let connection = connection.ok_or_else(|| failed("its lease has ended"))?;
+            let (manager, generation) = (self.clone(), guest.generation());
+            let begun = blocking(move || {
+                let domain = connection.domain(&name)?;
+                let Some(domain) = domain else {
+                    return Ok(None);
+                };
+                let note = Note {
+                    uuid: domain.uuid_text(),
+                    role: Role::Departs,
+                    generation,
+                    sender: None,
+                    stops: false,
+                };
+                if let Err(error) = manager.notes.write(&name, &note) {
+                    return Ok(Some(Err(error)));
+                }
+                let is_defined = connection.is_persistent(&domain)?;
+                let handoff = Handoff {
+                    defined: match is_defined {
+                        true => Some(connection.xml(&domain, Xml::Defined)?),
+                        false => None,
+                    },
+                    autostarts: is_defined && connection.autostarts(&domain)?,
+                    begun: connection.begin(&domain, FLAGS)?,
+                };
+                Ok(Some(Ok(handoff)))
+            });
+            match begun.await.map_err(failed)? {
+                Some(handoff) => Ok(handoff.map_err(failed)?.pack()),
+                None => Err(failed("libvirt does not have it any more")),
+            }
+        }
+        .boxed()
+    }
+
+    fn depart<'a>(
+        &'a self,
+        guest: &'a Guest,
+        _: &'a Lease,
+        Cookie(prepared): Cookie,
+    ) -> BoxFuture<'a, Result<Departure, ManagerError>> {
+        async move {
+            let name = guest.name();
+            let connection = self.of_lease(name);
+            let connection = connection.ok_or_else(|| failed("its lease has ended"))?;
+            let socket = self.notes.socket(name).map_err(failed)?;
+            let performer = Arc::new(Performer::new(connection, name, prepared));
+            let weak = Arc::downgrade(&performer);
+            lock(&self.shared.performers).insert(name.to_owned(), weak);
+            Ok(Departure {
+                socket,
+                by: performer,
+            })
+        }
+        .boxed()
+    }
+
+    fn departed<'a>(&'a self, guest: &'a Guest) -> BoxFuture<'a, Result<Cookie, ManagerError>> {
+        async move {
+            let performer = self.performer(guest.name());
+            let performer = performer.ok_or_else(|| failed("it does not depart"))?;
+            let LibvirtCookie(cookie) = performer.ended().await.map_err(failed)?;
+            Ok(Cookie(cookie))
+        }
+        .boxed()
+    }
+
+    fn note_stop(&self, guest: &Guest, stops: bool) -> io::Result<()> {
+        self.notes.change(guest.name(), |note| note.stops = stops)
+    }
+
+    fn abort_outgoing<'a>(
+        &'a self,
+        guest: &'a Guest,
+        _: &'a Lease,
+        stays: Stays,
+    ) -> BoxFuture<'a, Result<(), AbortError>> {
+        async move {
+            let stopped = |error: String| AbortError::Stopped(error);
+            let name = guest.name().to_owned();
+            let connection = self.of_lease(&name);
+            let connection = connection.ok_or_else(|| stopped("its lease has ended".to_owned()))?;
+            let note = self.notes.read(&name).unwrap_or_default();
+            let resumes = match stays {
+                Stays::Continued => false,
+                Stays::Interrupted { ran, stopped } => {
+                    ran && (stopped || note.is_some_and(|note| note.stops))
+                }
+            };
+            let called = name.clone();
+            let ended = blocking(move || {
+                let Some(domain) = connection.domain(&called)? else {
+                    return Ok(());
+                };
+                let cookie = LibvirtCookie::default();
+                // There is no job where a part of the move has ended it.
+                let _ = connection.confirm(&domain, &cookie, Outcome::Cancelled, FLAGS);
+                match connection.state(&domain)? {
+                    DomainState::Paused(PausedFor::Migration | PausedFor::User) if resumes => {
+                        connection.resume(&domain)
+                    }
+                    _ => Ok(()),
+                }
+            });
+            ended.await.map_err(stopped)?;
+            self.forget(&name);
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn confirm<'a>(
+        &'a self,
+        guest: &'a str,
+        _: Option<&'a Lease>,
+    ) -> BoxFuture<'a, Result<(), StopError>> {
+        async move {
+            let failed = |error: String| stop_error(guest, "ending it", error);
+            let note = self.notes.read(guest);
+            let note = note.map_err(|error| failed(error.to_string()))?;
+            if note.is_none_or(|note| note.role != Role::Departs) {
+                return Ok(());
+            }
+            self.end_departed(guest).await.map_err(failed)?;
+            self.forget(guest);
+            Ok(())
+        }
+        .boxed()
+    }
+}
+
+impl Libvirt {
+    /// Defines an arrived domain with the paths of this host: libvirt defines it as it runs, or as
+    /// it was defined at the source.
+    async fn define(&self, name: &str) -> Result<(), String> {
+        let definition = lock(&self.shared.definitions).remove(name);
+        let (Some(definition), Some(connection)) = (definition, self.of_lease(name)) else {
+            return Ok(());
+        };
+        let called = name.to_owned();
+        blocking(move || {
+            let Definition { xml, autostarts } = definition;
+            let Some(xml) = xml else {
+                // It was transient.
+                return match connection.domain(&called)? {
+                    Some(domain) => connection.undefine(&domain),
+                    None => Ok(()),
+                };
+            };
+            let domain = connection.define(&xml)?;
+            match autostarts {
+                true => connection.set_autostart(&domain, true),
+                false => Ok(()),
+            }
+        })
+        .await
+    }
+
+    /// Lets a guest run that an earlier agent may have committed.
+    fn run_found(&self, name: &str, runs: bool) -> Result<(), LibvirtError> {
+        let Some(connection) = self.connect()? else {
+            return Ok(());
+        };
+        let Some(domain) = connection.domain(name)? else {
+            return Ok(());
+        };
+        match connection.state(&domain)? {
+            DomainState::Paused(_) if runs => connection.resume(&domain),
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends the QEMU of a guest that does not come.
+    fn end_arriving(
+        &self,
+        connection: Option<Connection>,
+        name: &str,
+        uuid: &str,
+    ) -> Result<(), LibvirtError> {
+        if let Some(connection) = connection
+            && connection.finish_cancelled(name, FLAGS).is_ok()
+        {
+            return Ok(());
+        }
+        let Some(connection) = self.connect()? else {
+            return Ok(());
+        };
+        let domain = connection.domain(name)?;
+        let domain = domain.filter(|it| it.uuid_text() == uuid && it.id.is_some());
+        match domain {
+            Some(domain) => match connection.destroy(&domain) {
+                Err(error) if error.is_no_domain() => Ok(()),
+                ended => ended,
+            },
+            None => Ok(()),
+        }
+    }
+}

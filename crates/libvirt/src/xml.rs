@@ -1,0 +1,612 @@
+//! The XML of a domain: what Longhaul has to know of it, and the paths that are others at the
+//! destination. Everything else is passed on as libvirt wrote it.
+
+use longhaul_hypervisor::config::{HostConfig, ImageFormat, Network};
+use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
+use roxmltree::{Attribute, Document, Node, ParsingOptions};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// The maximum number of nodes of a document that is read.
+const NODES_MAX: u32 = 100_000;
+
+/// The namespace of what libvirt passes on to QEMU as it is.
+const QEMU_NAMESPACE: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
+/// The id of Longhaul's own monitor.
+const MONITOR: &str = "longhaul";
+
+/// Why a domain cannot be moved as its XML says.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text} (hint: {hint})")]
+pub struct XmlError {
+    /// What is wrong.
+    pub text: String,
+    /// What to do.
+    pub hint: String,
+}
+
+fn refuse<T>(text: impl Into<String>, hint: impl Into<String>) -> Result<T, XmlError> {
+    Err(XmlError {
+        text: text.into(),
+        hint: hint.into(),
+    })
+}
+
+/// A domain's XML.
+#[derive(Debug)]
+pub struct DomainXml<'a> {
+    text: &'a str,
+    document: Document<'a>,
+}
+
+/// A file that a domain uses on its host.
+struct Place<'a> {
+    /// Where its path stands in the text.
+    range: Range<usize>,
+    path: &'a str,
+}
+
+impl<'a> DomainXml<'a> {
+    /// Reads a document.
+    ///
+    /// # Errors
+    /// When it is no domain.
+    pub fn read(text: &'a str) -> Result<Self, XmlError> {
+        let options = ParsingOptions {
+            nodes_limit: NODES_MAX,
+            ..ParsingOptions::default()
+        };
+        let hint = "virsh dumpxml shows it; report this with its output";
+        let document = match Document::parse_with_options(text, options) {
+            Ok(document) => document,
+            Err(error) => return refuse(format!("its XML is not understood: {error}"), hint),
+        };
+        match document.root_element().has_tag_name("domain") {
+            true => Ok(Self { text, document }),
+            false => refuse("its XML is not that of a domain", hint),
+        }
+    }
+
+    fn at(&self, path: &[&str]) -> Option<Node<'_, 'a>> {
+        let root = self.document.root_element();
+        path.iter().try_fold(root, |node, name| child(node, name))
+    }
+
+    fn text_at(&self, path: &[&str]) -> Option<&str> {
+        self.at(path)?.text().map(str::trim)
+    }
+
+    fn devices(&self, name: &'static str) -> impl Iterator<Item = Node<'_, 'a>> {
+        let devices = self.at(&["devices"]);
+        devices
+            .into_iter()
+            .flat_map(|devices| devices.children())
+            .filter(move |device| device.has_tag_name(name))
+    }
+
+    /// Returns the domain's UUID.
+    pub fn uuid(&self) -> Option<&str> {
+        self.text_at(&["uuid"])
+    }
+
+    /// Returns what the domain is in the terms of guests: the files and networks of this host by
+    /// their names in its configuration.
+    ///
+    /// # Errors
+    /// The first reason for which it cannot be moved.
+    pub fn description(&self, config: &HostConfig) -> Result<GuestDescription, XmlError> {
+        self.refuse_what_stays()?;
+        let hint = "virsh dumpxml shows it";
+        let Some(name) = self.text_at(&["name"]) else {
+            return refuse("it has no name", hint);
+        };
+        let machine = self.at(&["os", "type"]);
+        let machine = machine.and_then(|it| it.attribute("machine"));
+        let (Some(machine), Some(memory_mib)) = (machine, self.memory_mib()) else {
+            return refuse("it has no machine type, or no memory", hint);
+        };
+        let vcpus = self.text_at(&["vcpu"]).and_then(|it| it.parse().ok());
+        let cpu = self.at(&["cpu"]);
+        let model = self.text_at(&["cpu", "model"]);
+        let cpu = model.or(match cpu.and_then(|cpu| cpu.attribute("mode")) {
+            Some("host-passthrough" | "maximum") => Some("host"),
+            _ => None,
+        });
+        Ok(GuestDescription {
+            name: name.to_owned(),
+            machine: machine.to_owned(),
+            cpu: cpu.unwrap_or("qemu64").to_owned(),
+            vcpus: vcpus.unwrap_or(1),
+            memory_mib,
+            firmware: None,
+            kernel: self.kernel(config)?,
+            disks: self.disks(config)?,
+            nics: self.nics(config)?,
+            channels: self.channels(),
+            hardware: None,
+        })
+    }
+
+    /// Refuses devices of which a part would stay behind.
+    fn refuse_what_stays(&self) -> Result<(), XmlError> {
+        const STAY: [(&str, &str); 5] = [
+            ("hostdev", "a device of the host"),
+            ("filesystem", "a folder of the host"),
+            ("tpm", "a TPM"),
+            ("shmem", "memory that it shares with others"),
+            ("redirdev", "a redirected USB device"),
+        ];
+        for (element, what) in STAY {
+            if self.devices(element).next().is_some() {
+                let hint = "detach it (virsh detach-device), or move the guest with virsh migrate";
+                return refuse(format!("it has {what} (<{element}>)"), hint);
+            }
+        }
+        let os = self.at(&["os"]);
+        let is_uefi = os.is_some_and(|os| {
+            let efi = os.attribute("firmware") == Some("efi");
+            efi || child(os, "loader").is_some() || child(os, "nvram").is_some()
+        });
+        if is_uefi {
+            let hint = "move it with virsh migrate";
+            return refuse(
+                "it has UEFI firmware, whose variables do not move yet",
+                hint,
+            );
+        }
+        Ok(())
+    }
+
+    fn memory_mib(&self) -> Option<u64> {
+        let memory = self.at(&["memory"])?;
+        let number: u64 = memory.text()?.trim().parse().ok()?;
+        let unit = match memory.attribute("unit").unwrap_or("KiB") {
+            "b" | "bytes" => 1,
+            "KB" => 1000,
+            "k" | "KiB" => 1 << 10,
+            "MB" => 1_000_000,
+            "M" | "MiB" => 1 << 20,
+            "GB" => 1_000_000_000,
+            "G" | "GiB" => 1 << 30,
+            _ => return None,
+        };
+        Some(number.checked_mul(unit)?.div_ceil(1 << 20))
+    }
+
+    fn kernel(&self, config: &HostConfig) -> Result<Option<Kernel>, XmlError> {
+        let [kernel, initrd] = ["kernel", "initrd"].map(|it| self.text_at(&["os", it]));
+        let Some(kernel) = kernel else {
+            return Ok(None);
+        };
+        let is_it = |path: Option<&str>, known: Option<&PathBuf>| match (path, known) {
+            (Some(path), Some(known)) => same(path, known),
+            (None, None) => true,
+            _ => false,
+        };
+        let mut known = config.kernels.iter();
+        let found = known.find(|(_, files)| {
+            is_it(Some(kernel), Some(&files.kernel)) && is_it(initrd, files.initrd.as_ref())
+        });
+        let Some((name, _)) = found else {
+            let more = initrd.map(|path| format!("\ninitrd = \"{path}\""));
+            let hint = format!(
+                "add to the configuration of both hosts:\n[kernels.NAME]\nkernel = \"{kernel}\"{}",
+                more.unwrap_or_default()
+            );
+            let text = format!("its kernel is {kernel}, which no name of the configuration is");
+            return refuse(text, hint);
+        };
+        let line = self.text_at(&["os", "cmdline"]).unwrap_or_default();
+        Ok(Some(Kernel {
+            name: name.clone(),
+            command_line: line.to_owned(),
+        }))
+    }
+
+    fn disks(&self, config: &HostConfig) -> Result<Vec<Disk>, XmlError> {
+        let mut disks = Vec::new();
+        for disk in self.devices("disk") {
+            let target = child(disk, "target").and_then(|it| it.attribute("dev"));
+            let called = target.unwrap_or("without a name");
+            let Some(source) = child(disk, "source") else {
+                // An empty drive.
+                continue;
+            };
+            let Some(path) = path_of(source) else {
+                let kind = disk.attribute("type").unwrap_or_default();
+                let hint = "give it a file or a volume (<disk type='file'> or 'block')";
+                return refuse(format!("disk {called} is on {kind:?}"), hint);
+            };
+            let format = child(disk, "driver").and_then(|driver| driver.attribute("type"));
+            let format = match format.unwrap_or("raw") {
+                "raw" => ImageFormat::Raw,
+                "qcow2" => ImageFormat::Qcow2,
+                other => {
+                    let hint = "convert it to raw or qcow2 (qemu-img convert)";
+                    return refuse(format!("disk {called} is {other}"), hint);
+                }
+            };
+            let mut images = config.images.iter();
+            let image = images.find(|(_, image)| same(path.value(), &image.path));
+            let Some((name, image)) = image else {
+                let written = match format {
+                    ImageFormat::Raw => "raw",
+                    ImageFormat::Qcow2 => "qcow2",
+                };
+                let hint = format!(
+                    "add to the configuration of both hosts, each with its own path:\n\
+                     [images.NAME]\npath = \"{}\"\nformat = \"{written}\"\nlocal = true",
+                    path.value()
+                );
+                let text = format!(
+                    "disk {called} is {}, which no image of the configuration is",
+                    path.value()
+                );
+                return refuse(text, hint);
+            };
+            if image.format != format {
+                let text = format!("disk {called} has another format than image {name}");
+                return refuse(text, format!("correct `format` under [images.{name}]"));
+            }
+            let alias = child(disk, "alias").and_then(|alias| alias.attribute("name"));
+            disks.push(Disk {
+                name: alias.unwrap_or(called).to_owned(),
+                image: name.clone(),
+                shared: !image.local,
+                read_only: child(disk, "readonly").is_some(),
+            });
+        }
+        Ok(disks)
+    }
+
+    fn nics(&self, config: &HostConfig) -> Result<Vec<Nic>, XmlError> {
+        let mut nics = Vec::new();
+        for card in self.devices("interface") {
+            let mac = child(card, "mac").and_then(|mac| mac.attribute("address"));
+            let mac = mac.unwrap_or_default();
+            let kind = card.attribute("type").unwrap_or_default();
+            let source = child(card, "source");
+            let bridge = source.and_then(|source| source.attribute("bridge"));
+            let is_it = |network: &Network| match (network, bridge) {
+                (Network::Bridge(port), Some(bridge)) => port.bridge == bridge,
+                (Network::User | Network::Nat, None) => kind == "user",
+                _ => false,
+            };
+            let found = config.networks.iter().find(|(_, it)| is_it(it));
+            let Some((network, _)) = found else {
+                let on =
+                    bridge.map_or_else(|| format!("type {kind:?}"), |it| format!("bridge {it}"));
+                let hint = match bridge {
+                    Some(bridge) => format!(
+                        "add to the configuration of both hosts, each with its own bridge:\n\
+                         [networks]\nNAME = {{ bridge = \"{bridge}\" }}"
+                    ),
+                    None => "connect it to a bridge (<interface type='bridge'> or a network of \
+                             libvirt with one)"
+                        .to_owned(),
+                };
+                let text =
+                    format!("card {mac} is on {on}, which no network of the configuration is");
+                return refuse(text, hint);
+            };
+            nics.push(Nic {
+                network: network.clone(),
+                mac: mac.to_owned(),
+                port: None,
+            });
+        }
+        Ok(nics)
+    }
+
+    fn channels(&self) -> Vec<Channel> {
+        let ports = self.devices("channel").filter_map(|channel| {
+            let target = child(channel, "target")?;
+            let name = target.attribute("name")?;
+            (target.attribute("type") == Some("virtio")).then(|| Channel {
+                name: name.to_owned(),
+            })
+        });
+        ports.collect()
+    }
+
+    /// Returns whether its QEMU has a monitor of Longhaul's beside libvirt's.
+    fn has_monitor(&self) -> bool {
+        let lines = self.document.root_element().children();
+        let lines = lines.filter(|line| line.has_tag_name((QEMU_NAMESPACE, "commandline")));
+        let mut words = lines.flat_map(|line| line.children());
+        words.any(|word| {
+            let value = word.attribute("value").unwrap_or_default();
+            value.starts_with(&format!("socket,id={MONITOR},"))
+        })
+    }
+
+    /// Returns the change that gives its QEMU a monitor at this path. libvirt answers no question
+    /// about a QEMU that waits for its stream.
+    fn monitor_at(&self, path: &str) -> Option<(Range<usize>, String)> {
+        if self.has_monitor() {
+            return None;
+        }
+        let end = self.text.rfind("</domain>")?;
+        let words = [
+            "-chardev".to_owned(),
+            format!("socket,id={MONITOR},path={path},server=on,wait=off"),
+            "-mon".to_owned(),
+            format!("chardev={MONITOR},mode=control"),
+        ];
+        let words = words.map(|word| format!("<longhaul:arg value='{}'/>", escaped(&word)));
+        let line = format!(
+            "  <longhaul:commandline xmlns:longhaul='{QEMU_NAMESPACE}'>{}</longhaul:commandline>\n",
+            words.concat()
+        );
+        Some((end..end, line))
+    }
+
+    /// Returns the XML for this host, whose QEMU has a monitor of Longhaul's at this path.
+    ///
+    /// # Errors
+    /// As [`Self::for_host`].
+    pub fn with_monitor(
+        &self,
+        guest: &GuestDescription,
+        config: &HostConfig,
+        monitor: &str,
+    ) -> Result<String, XmlError> {
+        self.changed(guest, config, self.monitor_at(monitor))
+    }
+
+    /// Returns the XML for this host: with the paths and bridges that the names in the guest's
+    /// description stand for here.
+    ///
+    /// # Errors
+    /// When the description does not fit the XML, or a name is unknown here.
+    pub fn for_host(
+        &self,
+        guest: &GuestDescription,
+        config: &HostConfig,
+    ) -> Result<String, XmlError> {
+        self.changed(guest, config, None)
+    }
+
+    fn changed(
+        &self,
+        guest: &GuestDescription,
+        config: &HostConfig,
+        more: Option<(Range<usize>, String)>,
+    ) -> Result<String, XmlError> {
+        let unknown = |what: &str, name: &str| {
+            let hint = format!("name it in the configuration, under [{what}]");
+            refuse(format!("this host has no `{name}` under [{what}]"), hint)
+        };
+        let mut changes: Vec<(Range<usize>, String)> = Vec::new();
+        let mut change = |place: Place<'_>, path: &Path| {
+            if Path::new(place.path) != path {
+                changes.push((place.range, escaped(&path.display().to_string())));
+            }
+        };
+        if let Some(kernel) = &guest.kernel {
+            let Some(files) = config.kernels.get(&kernel.name) else {
+                return unknown("kernels", &kernel.name);
+            };
+            let initrd = files.initrd.as_ref();
+            for (element, path) in [("kernel", Some(&files.kernel)), ("initrd", initrd)] {
+                let text = self.at(&["os", element]).and_then(|it| it.first_child());
+                let text = text.filter(Node::is_text);
+                if let (Some(text), Some(path)) = (text, path) {
+                    let place = Place {
+                        range: text.range(),
+                        path: text.text().unwrap_or_default(),
+                    };
+                    change(place, path);
+                }
+            }
+        }
+        let sources = self
+            .devices("disk")
+            .filter_map(|disk| child(disk, "source"));
+        let paths: Vec<Attribute<'_, '_>> = sources.filter_map(path_of).collect();
+        if paths.len() != guest.disks.len() {
+            return refuse(
+                format!(
+                    "its XML has {} disks, and its description {}",
+                    paths.len(),
+                    guest.disks.len()
+                ),
+                "both come from the source: report this",
+            );
+        }
+        for (disk, path) in guest.disks.iter().zip(paths) {
+            let Some(image) = config.images.get(&disk.image) else {
+                return unknown("images", &disk.image);
+            };
+            let place = Place {
+                range: path.range_value(),
+                path: path.value(),
+            };
+            change(place, &image.path);
+        }
+        let bridges = self.devices("interface").map(|card| {
+            let source = child(card, "source")?;
+            attribute(source, "bridge")
+        });
+        for (nic, bridge) in guest.nics.iter().zip(bridges) {
+            let Some(bridge) = bridge else { continue };
+            let Some(Network::Bridge(port)) = config.networks.get(&nic.network) else {
+                return unknown("networks", &nic.network);
+            };
+            let place = Place {
+                range: bridge.range_value(),
+                path: bridge.value(),
+            };
+            change(place, Path::new(&port.bridge));
+        }
+        changes.extend(more);
+        changes.sort_by_key(|(range, _)| range.start);
+        let mut text = String::new();
+        let mut at = 0;
+        for (range, new) in changes {
+            text.push_str(self.text.get(at..range.start).unwrap_or_default());
+            text.push_str(&new);
+            at = range.end;
+        }
+        text.push_str(self.text.get(at..).unwrap_or_default());
+        Ok(text)
+    }
+}
+
+fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
+    node.children().find(|child| child.has_tag_name(name))
+}
+
+fn attribute<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Attribute<'a, 'i>> {
+    node.attributes().find(|attribute| attribute.name() == name)
+}
+
+/// Returns the path of a disk's source.
+fn path_of<'a, 'i>(source: Node<'a, 'i>) -> Option<Attribute<'a, 'i>> {
+    attribute(source, "file").or_else(|| attribute(source, "dev"))
+}
+
+/// Returns whether two paths are the same file.
+fn same(one: &str, other: &Path) -> bool {
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    real(Path::new(one)) == real(other)
+}
+
+/// Returns a text as it stands in XML, between quotes of either kind too.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::new();
+    for character in text.chars() {
+        match character {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\'' => escaped.push_str("&apos;"),
+            other => escaped.push(other),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const XML: &str = "\
+<domain type='kvm' id='3'>
+  <name>web</name>
+  <uuid>67297888-a1e2-4f43-9539-6d11f855afba</uuid>
+  <memory unit='KiB'>2097152</memory>
+  <vcpu placement='static'>2</vcpu>
+  <os>
+    <type arch='x86_64' machine='pc-q35-7.2'>hvm</type>
+    <kernel>/boot/here &amp; there</kernel>
+    <cmdline>quiet</cmdline>
+  </os>
+  <cpu mode='custom'><model fallback='forbid'>EPYC</model></cpu>
+  <devices>
+    <disk type='file' device='cdrom'><target dev='sda' bus='sata'/></disk>
+    <disk type='file' device='disk'>
+      <driver name='qemu' type='qcow2'/>
+      <source file='/srv/web.qcow2' index='1'/>
+      <target dev='vda' bus='virtio'/>
+      <alias name='virtio-disk0'/>
+    </disk>
+    <interface type='network'>
+      <mac address='52:54:00:b3:23:1b'/>
+      <source network='default' bridge='virbr0'/>
+    </interface>
+    <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>
+    <channel type='spicevmc'><target type='virtio' name='com.redhat.spice.0'/></channel>
+  </devices>
+</domain>
+";
+
+    fn config(text: &str) -> HostConfig {
+        let qemu = "[qemu]\nemulators = { one = \"/usr/bin/qemu\" }\n";
+        toml::from_str(&format!("{qemu}{text}")).unwrap()
+    }
+
+    fn here() -> HostConfig {
+        config(
+            "[images.web]\npath = \"/srv/web.qcow2\"\nformat = \"qcow2\"\nlocal = true\n\
+             [networks]\nlan = { bridge = \"virbr0\" }\n\
+             [kernels.one]\nkernel = \"/boot/here & there\"\n",
+        )
+    }
+
+    #[test]
+    fn a_domain_is_described_by_names() {
+        let xml = DomainXml::read(XML).unwrap();
+        assert_eq!(xml.uuid(), Some("67297888-a1e2-4f43-9539-6d11f855afba"));
+        let guest = xml.description(&here()).unwrap();
+        assert_eq!((guest.vcpus, guest.memory_mib), (2, 2048));
+        assert_eq!((&*guest.machine, &*guest.cpu), ("pc-q35-7.2", "EPYC"));
+        let [disk] = &guest.disks[..] else { panic!() };
+        assert_eq!((&*disk.name, &*disk.image), ("virtio-disk0", "web"));
+        assert!(disk.is_local());
+        assert_eq!(guest.nics[0].network, "lan");
+        assert_eq!(guest.channels.len(), 2);
+        longhaul_hypervisor::description::check(&guest).unwrap();
+        for missing in ["images", "networks", "kernels"] {
+            let mut config = here();
+            match missing {
+                "images" => config.images.clear(),
+                "networks" => config.networks.clear(),
+                _ => config.kernels.clear(),
+            }
+            let refused = xml.description(&config).unwrap_err();
+            assert!(refused.hint.contains(missing), "{refused}");
+        }
+    }
+
+    #[test]
+    fn paths_and_bridges_are_those_of_the_host() {
+        let xml = DomainXml::read(XML).unwrap();
+        let guest = xml.description(&here()).unwrap();
+        assert_eq!(xml.for_host(&guest, &here()).unwrap(), XML);
+        let there = config(
+            "[images.web]\npath = \"/data/it's <web>\"\nformat = \"qcow2\"\nlocal = true\n\
+             [networks]\nlan = { bridge = \"br1\" }\n\
+             [kernels.one]\nkernel = \"/boot/k\"\n",
+        );
+        let moved = xml.for_host(&guest, &there).unwrap();
+        let expected = XML
+            .replace("/boot/here &amp; there", "/boot/k")
+            .replace("/srv/web.qcow2", "/data/it&apos;s &lt;web&gt;")
+            .replace("virbr0", "br1");
+        assert_eq!(moved, expected);
+        let moved = DomainXml::read(&moved).unwrap();
+        assert_eq!(moved.description(&there).unwrap(), guest);
+        let with = xml.with_monitor(&guest, &here(), "/run/a's").unwrap();
+        let with_monitor = DomainXml::read(&with).unwrap();
+        assert!(with_monitor.has_monitor() && !xml.has_monitor());
+        assert_eq!(with_monitor.description(&here()).unwrap(), guest);
+        // The next host needs no other.
+        assert_eq!(
+            with_monitor.with_monitor(&guest, &here(), "x").unwrap(),
+            with
+        );
+        let refused = xml.for_host(&guest, &config("")).unwrap_err();
+        assert!(refused.text.contains("`one`"), "{refused}");
+    }
+
+    #[test]
+    fn what_would_stay_behind_is_refused() {
+        for (element, why) in [
+            ("<tpm model='tpm-crb'/>", "a TPM"),
+            ("<hostdev mode='subsystem'/>", "of the host"),
+            ("<filesystem type='mount'/>", "a folder"),
+        ] {
+            let text = XML.replace("<devices>", &format!("<devices>{element}"));
+            let refused = DomainXml::read(&text).unwrap().description(&here());
+            assert!(refused.unwrap_err().text.contains(why));
+        }
+        let text = XML.replace("<os>", "<os firmware='efi'>");
+        let refused = DomainXml::read(&text).unwrap().description(&here());
+        assert!(refused.unwrap_err().text.contains("UEFI"));
+        for text in ["", "<domain>", "<network/>", "<!DOCTYPE a><domain/>"] {
+            assert!(DomainXml::read(text).is_err(), "{text}");
+        }
+    }
+}
