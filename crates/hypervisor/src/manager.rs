@@ -88,6 +88,12 @@ pub trait GuestManager: Send + Sync {
         commit: Commit,
     ) -> BoxFuture<'a, Result<(), CommitError>>;
 
+    /// Returns whether an arriving guest of an earlier agent has never run here and cannot run any
+    /// more: its QEMU ends with the agent, and [`GuestManager::commit`] was not begun.
+    fn has_never_run(&self, _guest: &str) -> io::Result<bool> {
+        Ok(false)
+    }
+
     /// Ends the QEMU of an arriving guest that does not come, and removes what was made for it.
     /// Does nothing if there is nothing.
     fn abort_incoming<'a>(

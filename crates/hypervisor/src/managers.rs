@@ -104,6 +104,15 @@ impl GuestManager for Managers {
         self.of(guest).commit(guest, lease, commit)
     }
 
+    fn has_never_run(&self, guest: &str) -> io::Result<bool> {
+        for manager in self.all() {
+            if manager.has_never_run(guest)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     fn abort_incoming<'a>(
         &'a self,
         guest: &'a str,

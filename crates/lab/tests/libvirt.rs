@@ -437,6 +437,70 @@ fn agents_move_a_domain_with_its_disks() {
     assert_eq!(record.errors, 0);
 }
 
+/// Points at which one of the agents dies.
+const DEATHS: [(usize, &str); 8] = [
+    (0, "source:after-record:began"),
+    (0, "source:before-send:complete"),
+    (0, "source:after-record:released"),
+    (0, "source:after-record:done"),
+    (1, "destination:before-send:accepted"),
+    (1, "destination:after-record:ready"),
+    (1, "destination:after-record:committed"),
+    (1, "destination:before-send:committed"),
+];
+
+#[test]
+fn a_domain_survives_the_death_of_either_agent() {
+    let Some(mut stage) = Stage::build("deaths") else {
+        return;
+    };
+    let mut product = stage.start_agents(&[]);
+    stage.start_guest();
+    for (side, point) in DEATHS {
+        eprintln!("{point}");
+        let host = &stage.lab.hosts()[side];
+        let armed = format!("{point}=kill");
+        product
+            .agent_mut(side)
+            .unwrap()
+            .restart_to_fail(host, &armed)
+            .unwrap();
+        let to = &stage.lab.hosts()[1];
+        let moving = product.migrate(0, GUEST, to, &[]).unwrap();
+        let died = wait_until(LIMIT, || product.agent_mut(side).unwrap().has_ended());
+        assert!(died, "{point}: {}", product.ends_of_logs());
+        let host = &stage.lab.hosts()[side];
+        product.agent_mut(side).unwrap().restart(host).unwrap();
+        // Where its source has died, nobody reports the end.
+        let _ = moving.finish(LIMIT);
+        // It runs at one host, and is not known at the other.
+        let running = Some(DomainState::Running);
+        let settled = wait_until(LIMIT, || {
+            let states = stage.states();
+            states == [running, None] || states == [None, running]
+        });
+        let logs = product.ends_of_logs();
+        assert!(settled, "{point}: {:?}\n{logs}", stage.states());
+        let at = usize::from(stage.states()[1].is_some());
+        if at == 1 {
+            stage.hear(1);
+        }
+        stage.arena.forget_beats();
+        stage.arena.wait_for_beat(LIMIT).unwrap();
+        stage.verify();
+        if at == 1 {
+            let back = product
+                .migrate(1, GUEST, &stage.lab.hosts()[0], &[])
+                .unwrap();
+            let back = back.finish(LIMIT).unwrap();
+            let logs = product.ends_of_logs();
+            assert!(back.completed(), "{point}: {}\n{logs}", back.why());
+            stage.hear(0);
+            stage.verify();
+        }
+    }
+}
+
 #[test]
 fn a_migration_that_is_given_up_leaves_the_guest() {
     let Some(mut stage) = Stage::build("given up") else {

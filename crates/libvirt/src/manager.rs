@@ -471,19 +471,15 @@ impl GuestManager for Libvirt {
                 runs,
                 cookie: Cookie(cookie),
             } = commit;
-            let committed = blocking(move || match connection {
-                Some(connection) => {
-                    let flags = match runs {
-                        true => FLAGS,
-                        false => FLAGS.with(Flags::PAUSED),
-                    };
-                    let finished = connection.finish(&called, &LibvirtCookie(cookie), flags);
-                    finished.map(drop)
+            let committed = spawn_blocking(move || match connection {
+                Some(connection) => manager.finish(&connection, &called, cookie, runs),
+                None => {
+                    let found = manager.run_found(&called, runs);
+                    found.map_err(|error| CommitError::Unknown(error.to_string()))
                 }
-                None => manager.run_found(&called, runs),
             });
-            // Whether it has run is known to libvirt alone.
-            committed.await.map_err(CommitError::Unknown)?;
+            let broke = |error| CommitError::Unknown(format!("a part of the agent broke: {error}"));
+            committed.await.map_err(broke)??;
             let noted = self.notes.change(&name, |note| {
                 note.role = Role::Here;
                 note.generation = generation;
@@ -501,6 +497,13 @@ impl GuestManager for Libvirt {
         .boxed()
     }
 
+    fn has_never_run(&self, guest: &str) -> io::Result<bool> {
+        // The daemon ends its QEMU with the connection of the agent that prepared it.
+        let note = self.notes.read(guest)?;
+        let waits = note.is_some_and(|note| note.role == Role::Arrives);
+        Ok(waits && self.of_lease(guest).is_none())
+    }
+
     fn abort_incoming<'a>(
         &'a self,
         guest: &'a str,
@@ -510,7 +513,8 @@ impl GuestManager for Libvirt {
             let failed = |error: String| stop_error(guest, "ending its QEMU", error);
             let note = self.notes.read(guest);
             let note = note.map_err(|error| failed(error.to_string()))?;
-            let Some(note) = note.filter(|note| note.role == Role::Arrives) else {
+            let arrives = |note: &Note| matches!(note.role, Role::Arrives | Role::Commits);
+            let Some(note) = note.filter(arrives) else {
                 return Ok(());
             };
             let (manager, called) = (self.clone(), guest.to_owned());
@@ -688,6 +692,38 @@ impl Libvirt {
             }
         })
         .await
+    }
+
+    /// Gives an arrived guest to this host.
+    fn finish(
+        &self,
+        connection: &Connection,
+        name: &str,
+        cookie: Vec<u8>,
+        runs: bool,
+    ) -> Result<(), CommitError> {
+        // From here on only libvirt knows whether it has run.
+        let noted = self.notes.change(name, |note| note.role = Role::Commits);
+        noted.map_err(|error| CommitError::Refused(error.to_string()))?;
+        let flags = match runs {
+            true => FLAGS,
+            false => FLAGS.with(Flags::PAUSED),
+        };
+        let finished = connection.finish(name, &LibvirtCookie(cookie), flags);
+        let error = match finished {
+            Ok(_) => return Ok(()),
+            Err(error) => error,
+        };
+        // A daemon that refuses has not let it run, and has ended its QEMU.
+        let refuses = matches!(error, LibvirtError::Refused(_));
+        let is_gone = match connection.domain(name) {
+            Ok(domain) => refuses && domain.is_none_or(|domain| domain.id.is_none()),
+            Err(_) => false,
+        };
+        match is_gone {
+            true => Err(CommitError::Refused(error.to_string())),
+            false => Err(CommitError::Unknown(error.to_string())),
+        }
     }
 
     /// Lets a guest run that an earlier agent may have committed.

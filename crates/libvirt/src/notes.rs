@@ -16,8 +16,10 @@ const NOTE_BYTES_MAX: u64 = 64 << 10;
 pub(crate) enum Role {
     /// It is leaving.
     Departs,
-    /// Its QEMU waits for it.
+    /// Its QEMU waits for it, and has never run it.
     Arrives,
+    /// It has come, and its daemon is being told to run it.
+    Commits,
     /// It has come, and is this host's.
     Here,
 }

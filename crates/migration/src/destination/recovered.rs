@@ -34,6 +34,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Mutex;
+use tokio::task::block_in_place;
 use tokio::time::Instant;
 
 /// Time limit for a guest to run that waits for its memory.
@@ -360,7 +361,16 @@ impl RecoveredDestination {
             Ok(_) => {}
             Err(error) => tracing::error!(guest, %error, "cannot read who may run it"),
         }
-        let found = match ledger.context.parts.guests.find(guest) {
+        let guests = &ledger.context.parts.guests;
+        match block_in_place(|| guests.has_never_run(guest)) {
+            Ok(true) => {
+                let why = "its QEMU has ended with the agent, before the guest ran";
+                return Event::ResumeFailed(why.to_owned());
+            }
+            Ok(false) => {}
+            Err(error) => tracing::error!(guest, %error, "cannot tell whether it has run"),
+        }
+        let found = match guests.find(guest) {
             Ok(found) => found,
             Err(error) => {
                 tracing::error!(guest, %error, "cannot look for it");
