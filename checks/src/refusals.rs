@@ -28,6 +28,8 @@ const BASES: &str = "lab/tests/disks/base.rs::\
     a_disk_on_a_base_image_moves_without_it";
 const BRIDGES: &str = "migration/src/companions/bridge_ports.rs::\
     a_bridge_must_be_able_to_do_what_the_port_needs";
+const DOMAINS: &str = "lab/tests/libvirt.rs::\
+    what_keeps_a_domain_from_moving_is_said_before";
 const IMAGES: &str = "longhaul/tests/refusals.rs::\
     a_plan_shows_what_the_images_of_the_destination_refuse";
 const KNOWN: &str = "longhaul/tests/refusals.rs::\
@@ -432,7 +434,7 @@ const LIST: &[(&str, &str, usize, Shown)] = &[
     (
         "source/plan.rs",
         "ask_there",
-        3,
+        4,
         Passes("shows a refusal in a plan"),
     ),
     (
@@ -465,12 +467,19 @@ const LIST: &[(&str, &str, usize, Shown)] = &[
         1,
         Passes("shows a refusal in a plan"),
     ),
+    ("source/candidate.rs", "candidate", 1, InPlan(DOMAINS)),
+    (
+        "source/memory_strategy.rs",
+        "cannot_follow",
+        1,
+        InPlan(DOMAINS),
+    ),
     ("source/prepare.rs", "ask", 1, InPlan(READ_ONLY)),
     ("source/prepare.rs", "ask_if", 1, InPlan(READ_ONLY)),
     (
         "source/tracking.rs",
         "begin",
-        1,
+        2,
         Passes("of `guests track-writes`, not of a move"),
     ),
     ("source/tracking.rs", "refuse_tracked", 1, InPlan(SOURCE)),

@@ -8,7 +8,7 @@ use crate::guest::KernelFiles;
 use crate::guest::disks::LocalDisk;
 use crate::lab::Host;
 use crate::process::{self, run, wait_until};
-use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::guest::{GuestDescription, Nic};
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -220,15 +220,16 @@ pub fn virsh_at(socket: &Path, words: &[&str]) -> Command {
 }
 
 /// Returns the XML of a guest of the laboratory as a domain, whose QEMU is this one, with disks of
-/// its host.
+/// its host, and with its cards on this bridge.
 ///
 /// # Errors
-/// When the guest boots from a disk, or has cards: it does not have them here.
+/// When the guest boots from a disk, or has cards and there is no bridge.
 pub fn domain_xml(
     guest: &GuestDescription,
     files: &KernelFiles,
     qemu: &Path,
     disks: &[LocalDisk],
+    bridge: Option<&str>,
 ) -> Result<String, LabError> {
     let refused = |message: &str| LabError::Answer {
         what: format!("the domain of {}", guest.name),
@@ -237,13 +238,24 @@ pub fn domain_xml(
     let Some(kernel) = &guest.kernel else {
         return Err(refused("it boots from a disk"));
     };
-    if !guest.nics.is_empty() {
-        return Err(refused("it has cards"));
-    }
+    let cards = match (bridge, guest.nics.as_slice()) {
+        (_, []) => String::new(),
+        (None, _) => return Err(refused("it has cards, and there is no bridge")),
+        (Some(bridge), cards) => {
+            let card = |card: &Nic| {
+                format!(
+                    "    <interface type='bridge'><mac address='{}'/><source bridge='{bridge}'/>\
+                     <model type='virtio'/></interface>\n",
+                    card.mac
+                )
+            };
+            cards.iter().map(card).collect()
+        }
+    };
     let disk = |(letter, disk): (char, &LocalDisk)| {
         format!(
-            "    <disk type='file' device='disk'><driver name='qemu' type='{}' discard='unmap'/><source \
-             file='{}'/><target dev='vd{letter}' bus='virtio'/></disk>\n",
+            "    <disk type='file' device='disk'><driver name='qemu' type='{}' discard='unmap'/>\
+             <source file='{}'/><target dev='vd{letter}' bus='virtio'/></disk>\n",
             disk.kind.format.name(),
             disk.path.display()
         )
@@ -272,7 +284,7 @@ pub fn domain_xml(
   <cpu mode='custom'><model>{cpu}</model></cpu>
   <devices>
     <emulator>{qemu}</emulator>
-{disks}{channels}    <console type='pty'/>
+{disks}{cards}{channels}    <console type='pty'/>
     <memballoon model='virtio'/>
   </devices>
 </domain>

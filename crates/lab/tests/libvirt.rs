@@ -20,6 +20,7 @@ use longhaul_libvirt::domain::{DomainState, PausedFor, Xml};
 use longhaul_libvirt::message::{Kind, Message};
 use longhaul_libvirt::migration::{Begun, Cookie, Flags, Outcome};
 use longhaul_libvirt::{Connection, Domain};
+use longhaul_protocol::guest::Nic;
 use std::fs;
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -33,6 +34,8 @@ const LIMIT: Duration = Duration::from_secs(300);
 const GUEST: &str = "web";
 /// A version that libvirt 9.0 knows.
 const VERSION: &str = "7.2";
+/// The bridges of the two hosts.
+const BRIDGES: [&str; 2] = ["lv-lyon", "lv-paris"];
 const FLAGS: Flags = Flags::LIVE.with(Flags::UNSAFE);
 
 /// Two hosts with a daemon each, and a guest at work on the first.
@@ -79,14 +82,22 @@ impl Stage {
         let tables: Vec<toml::Table> = [0, 1].map(|host| self.tables(host, disks)).into();
         let files = self.files(0);
         let each = |host: usize| tables[host].clone();
-        Product::start_each_with(&mut self.lab, &files, &settings, each).unwrap()
+        let mut product = Product::start_each_with(&mut self.lab, &files, &settings, each).unwrap();
+        for (number, host) in self.lab.hosts().iter().enumerate() {
+            let agent = product.agent_mut(number).unwrap();
+            agent.see_interfaces();
+            agent.restart(host).unwrap();
+        }
+        product
     }
 
-    /// Each host has its own daemon, its own copy of the guest's files, and its own place for disks.
+    /// Each host has its own daemon, copy of the guest's files, bridge, and place for disks.
     fn tables(&self, host: usize, disks: &[LocalDisk]) -> toml::Table {
         let files = self.files(host);
         let mut text = format!(
-            "[libvirt]\nsocket = {:?}\n[kernels.tiny]\nkernel = {:?}\ninitrd = {:?}\n",
+            "[networks]\nlan = {{ bridge = {:?} }}\n[libvirt]\nsocket = {:?}\n\
+             [kernels.tiny]\nkernel = {:?}\ninitrd = {:?}\n",
+            BRIDGES[host],
             self.daemons[host].socket(),
             files.kernel,
             files.initramfs
@@ -112,7 +123,14 @@ impl Stage {
     fn start_guest(&mut self) {
         let files = self.files(0);
         let guest = Tiny::calm(GUEST).description();
-        let xml = domain_xml(&guest, &files, &installed::qemu(VERSION).unwrap(), &[]).unwrap();
+        let xml = domain_xml(
+            &guest,
+            &files,
+            &installed::qemu(VERSION).unwrap(),
+            &[],
+            None,
+        )
+        .unwrap();
         self.daemons[0].start_domain(GUEST, &xml).unwrap();
         self.hear(0);
         self.arena.wait_for_beat(LIMIT).unwrap();
@@ -379,7 +397,19 @@ fn agents_move_a_domain_with_its_disks() {
     let mut guest = description(&Tiny::calm(GUEST), &disks);
     guest.disks.clear();
     let qemu = installed::qemu(VERSION).unwrap();
-    let xml = domain_xml(&guest, &stage.files(0), &qemu, &disks).unwrap();
+    // Each host has a bridge of its own name for the same network.
+    for (host, bridge) in stage.lab.hosts().iter().zip(BRIDGES) {
+        let batch = format!("link add {bridge} type bridge\nlink set {bridge} up\n");
+        host.namespace().configure(&batch).unwrap();
+    }
+    let card = |number: usize| Nic {
+        network: "lan".to_owned(),
+        mac: format!("52:54:00:00:29:0{number}"),
+        port: None,
+    };
+    guest.nics = [1, 2].map(card).into();
+    let (files, bridge) = (stage.files(0), Some(BRIDGES[0]));
+    let xml = domain_xml(&guest, &files, &qemu, &disks, bridge).unwrap();
     let task = Task {
         disks: &disks,
         seed: 29,
@@ -426,6 +456,8 @@ fn agents_move_a_domain_with_its_disks() {
             for inactive in [&["dumpxml", GUEST][..], &["dumpxml", "--inactive", GUEST]] {
                 let xml = stage.daemons[to].run(inactive).unwrap();
                 assert!(xml.contains(&place), "{xml}");
+                let cards = format!("<source bridge='{}'/>", BRIDGES[to]);
+                assert_eq!(xml.matches(&cards).count(), 2, "{xml}");
             }
         }
     }
@@ -435,6 +467,44 @@ fn agents_move_a_domain_with_its_disks() {
     let judgement = record.judge(stage.lab.hosts()[0].folder()).unwrap();
     assert_eq!(judgement.wrong_sectors, 0, "{:?}", judgement.findings);
     assert_eq!(record.errors, 0);
+}
+
+#[test]
+fn what_keeps_a_domain_from_moving_is_said_before() {
+    let Some(mut stage) = Stage::build("refusals") else {
+        return;
+    };
+    let product = stage.start_agents(&[]);
+    stage.start_guest();
+    let said = |words: &[&str]| {
+        let mut command = product.agent(0).unwrap().command().unwrap();
+        let said = command.args(words).output().unwrap();
+        String::from_utf8([said.stdout, said.stderr].concat()).unwrap()
+    };
+    let plan = said(&["plan", GUEST, "--to", "paris", "--strategy", "postcopy"]);
+    assert!(plan.contains("cannot follow yet"), "{plan}");
+    let migrate = said(&["migrate", GUEST, "--to", "paris", "--strategy", "hybrid"]);
+    assert!(migrate.contains("cannot follow yet"), "{migrate}");
+    // A domain whose files have no names here.
+    let mut other = Tiny::calm("other").description();
+    other.channels.clear();
+    let qemu = installed::qemu(VERSION).unwrap();
+    let xml = domain_xml(&other, &stage.files(1), &qemu, &[], None).unwrap();
+    stage.daemons[0].start_domain("other", &xml).unwrap();
+    for words in [
+        &["guests"][..],
+        &["plan", "other", "--to", "paris"],
+        &["migrate", "other", "--to", "paris"],
+    ] {
+        let text = said(words);
+        assert!(text.contains("[kernels.NAME]"), "{words:?}: {text}");
+    }
+    let stop = said(&["guests", "stop", GUEST]);
+    assert!(stop.contains("virsh shutdown"), "{stop}");
+    let tracks = said(&["guests", "track-writes", GUEST]);
+    assert!(tracks.contains("not tracked yet"), "{tracks}");
+    let running = Some(DomainState::Running);
+    assert_eq!(stage.states(), [running, None]);
 }
 
 /// Points at which one of the agents dies.
@@ -637,7 +707,7 @@ fn calls_are_those_of_libvirts_own_client() {
             it.is_persistent(domain).unwrap();
             it.has_saved_state(domain).unwrap();
         }),
-        (&["version"], |it, _| {
+        (&["version", "--daemon"], |it, _| {
             it.version().unwrap();
         }),
         (&["resume", GUEST], |it, domain| {

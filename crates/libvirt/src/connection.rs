@@ -108,8 +108,8 @@ pub enum LibvirtError {
     },
     /// The daemon wants an authentication that is not offered here.
     #[error(
-        "libvirt on {} wants an authentication of type {types:?}: use the agent's account there, or \
-         set auth_unix_rw = \"none\" in libvirt's configuration",
+        "libvirt on {} wants an authentication of type {types:?}: run the agent as root, or set \
+         auth_unix_rw = \"none\" in libvirt's configuration",
         path.display()
     )]
     Authentication {

@@ -3,8 +3,8 @@
 //! libvirt's C library does not offer the single phases of a migration to its users, and they are
 //! what Longhaul needs: between them it decides which host may run the guest. So this crate speaks
 //! the protocol of `libvirtd` and `virtqemud` itself: about twenty procedures of the programs
-//! `remote` and `qemu` (libvirt's `remote_protocol.x`, `qemu_protocol.x`, `virnetprotocol.x`), which
-//! are the same from libvirt 9.0 on.
+//! `remote` and `qemu` (libvirt's `remote_protocol.x`, `qemu_protocol.x`, `virnetprotocol.x`).
+//! Published procedures do not change.
 //!
 //! | module | owns |
 //! |---|---|

@@ -99,7 +99,7 @@ async fn blocking<T: Send + 'static>(
 
 /// What one daemon has for the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Handoff {
+pub struct Handoff {
     begun: Begun,
     /// The domain as it is defined, which may differ from what runs.
     defined: Option<String>,
@@ -110,7 +110,7 @@ struct Handoff {
 impl Handoff {
     /// As it travels: in XDR, the XML, libvirt's cookie, the definition if there is one, and
     /// whether the domain is started with its host.
-    fn pack(&self) -> Cookie {
+    pub fn pack(&self) -> Cookie {
         let mut writer = Writer::default();
         writer.text(&self.begun.xml).opaque(&self.begun.cookie.0);
         writer.optional_text(self.defined.as_deref());
@@ -118,7 +118,11 @@ impl Handoff {
         Cookie(writer.into_bytes())
     }
 
-    fn unpack(bytes: &[u8]) -> Result<Self, XdrError> {
+    /// Reads the same.
+    ///
+    /// # Errors
+    /// When it is something else.
+    pub fn unpack(bytes: &[u8]) -> Result<Self, XdrError> {
         let mut reader = Reader::new(bytes);
         let handoff = Self {
             begun: Begun {

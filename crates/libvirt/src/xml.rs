@@ -269,7 +269,6 @@ impl<'a> DomainXml<'a> {
             let bridge = source.and_then(|source| source.attribute("bridge"));
             let is_it = |network: &Network| match (network, bridge) {
                 (Network::Bridge(port), Some(bridge)) => port.bridge == bridge,
-                (Network::User | Network::Nat, None) => kind == "user",
                 _ => false,
             };
             let found = config.networks.iter().find(|(_, it)| is_it(it));

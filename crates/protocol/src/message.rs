@@ -667,6 +667,11 @@ mod tests {
         is_in_page(&ToDestination::Arbiter { store });
         is_in_page(&ToSource::Arbiter { reached: true });
         is_in_page(&ToSource::Known { found: 300 });
+        let cookie = vec![7; 3];
+        is_in_page(&ToSource::Prepared {
+            cookie: cookie.clone(),
+        });
+        is_in_page(&ToDestination::Departed { cookie });
     }
 
     #[test]

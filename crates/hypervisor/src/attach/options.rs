@@ -467,7 +467,10 @@ fn manager(words: &[String]) -> Option<Blocker> {
             text: "libvirt manages this guest: it holds QEMU's control socket, and would end or \
                    start the guest behind Longhaul's back"
                 .to_owned(),
-            hint: "move it with virsh migrate; Longhaul does not work with libvirt yet".to_owned(),
+            hint:
+                "it needs no attaching: `longhaul guests` lists it where the agent finds libvirt \
+                   (docs/libvirt.md)"
+                    .to_owned(),
         });
     }
     has("/qemu-server/").then(|| Blocker {

@@ -90,6 +90,10 @@ impl Context {
     pub(crate) fn starter_check(&self, guest: &Guest) -> Check {
         let name = guest.name();
         let hint = "docs/operating.md, \"Fencing\", says what a hook must do";
+        if let Some(by) = guest.owner().manager() {
+            let text = format!("{by} forgets {name} here when it has moved");
+            return Check::ok("fencing", text);
+        }
         let starter = match self.parts.guests.starter(guest) {
             Ok(Some(starter)) => starter,
             Ok(None) => return Check::warn("fencing", format!("{name} has no process"), hint),

@@ -2,6 +2,7 @@
 
 use longhaul_api::{ApiError, ErrorCode, Strategy as Choice};
 use longhaul_engine::strategy::Strategy;
+use longhaul_hypervisor::Guest;
 use longhaul_protocol::disk::Pulled;
 
 /// Returns the engine's row for a strategy of the memory.
@@ -31,6 +32,17 @@ pub(crate) fn check_keeping(strategy: Choice, keeps: bool) -> Result<(), ApiErro
                 at the destination before the guest runs there";
     let hint = "leave out --keep-memory, or choose --strategy hybrid, postcopy or auto";
     Err(ApiError::new(ErrorCode::InvalidRequest, text).hint(hint))
+}
+
+/// Returns why the memory of a guest cannot follow by a strategy that needs it to.
+pub(crate) fn cannot_follow(guest: &Guest, strategy: Choice) -> Option<ApiError> {
+    let by = guest.owner().manager()?;
+    let needs = matches!(strategy, Choice::Hybrid | Choice::Postcopy);
+    needs.then(|| {
+        let text = format!("memory of guests of {by} cannot follow yet");
+        let hint = "leave out --strategy: all of it then travels before the guest runs there";
+        ApiError::new(ErrorCode::Refused, text).hint(hint)
+    })
 }
 
 /// Returns the refusal of a destination that does not know of memory that follows.

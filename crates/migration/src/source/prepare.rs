@@ -17,7 +17,9 @@ use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
 use crate::source::files::{self, AskError, Asked as Answered, Held, Question};
 use crate::source::local_disks::{self, Known, may_be_left};
-use crate::source::memory_strategy::{check_keeping, follows_by, of_memory, too_old_to_follow};
+use crate::source::memory_strategy::{
+    cannot_follow, check_keeping, follows_by, of_memory, too_old_to_follow,
+};
 use crate::source::plan;
 use crate::source::prediction::Look;
 use crate::source::qemu::{SourceQemu, SourceQemuError};
@@ -36,7 +38,6 @@ use longhaul_attempt::source::Config;
 use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record, Terms};
 use longhaul_engine::source::{Source as Engine, SourceError};
-use longhaul_engine::strategy::Promise;
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::manager::{Cookie, Lease};
 use longhaul_hypervisor::memory::OutgoingError;
@@ -495,10 +496,8 @@ impl Preparing {
         let Some(by) = guest.owner().manager() else {
             return Ok(None);
         };
-        if of_memory(self.request.strategy).promise == Promise::List {
-            let text = format!("memory of guests of {by} cannot follow yet");
-            let error = ApiError::new(ErrorCode::Refused, text);
-            return Err(error.hint("leave --strategy out"));
+        if let Some(error) = cannot_follow(guest, self.request.strategy) {
+            return Err(error);
         }
         let begun = self.source.parts.guests.begin(guest, lease).await;
         let Cookie(cookie) = begun.map_err(|error| {
