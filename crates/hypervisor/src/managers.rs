@@ -64,6 +64,16 @@ impl GuestManager for Managers {
         Ok(all)
     }
 
+    fn find(&self, name: &str) -> io::Result<Option<Guest>> {
+        // Longhaul's own guests do not depend on any other program.
+        for manager in self.all() {
+            if let Some(guest) = manager.find(name)? {
+                return Ok(Some(guest));
+            }
+        }
+        Ok(None)
+    }
+
     fn starter(&self, guest: &Guest) -> io::Result<Option<Starter>> {
         self.of(guest).starter(guest)
     }
@@ -168,8 +178,19 @@ impl GuestManager for Managers {
         lease: Option<&'a Lease>,
     ) -> BoxFuture<'a, Result<(), StopError>> {
         async move {
-            // Each does nothing if no guest of that name departs from it.
-            for manager in self.all() {
+            let own = self.launcher.list();
+            let own = own.map_err(|source| StopError {
+                guest: guest.to_owned(),
+                what: "looking for it".to_owned(),
+                source,
+            })?;
+            self.launcher.confirm(guest, lease).await?;
+            if own.iter().any(|found| found.name() == guest) {
+                // Another program may have one of the same name.
+                return Ok(());
+            }
+            for (_, manager) in &self.others {
+                // It does nothing if no guest of that name departs from it.
                 manager.confirm(guest, lease).await?;
             }
             Ok(())

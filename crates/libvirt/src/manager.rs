@@ -7,7 +7,7 @@ use crate::connection::{Connection, LibvirtError, WeakConnection};
 use crate::domain::{Domain, DomainState, PausedFor, Xml};
 use crate::migration::{Begun, Cookie as LibvirtCookie, Flags, Outcome};
 use crate::monitor;
-use crate::notes::{Note, Notes, Role};
+use crate::notes::{Definition, Note, Notes, Role};
 use crate::xdr::{Reader, Writer, XdrError};
 use crate::xml::DomainXml;
 use futures_util::FutureExt;
@@ -63,15 +63,6 @@ struct Shared {
     leases: Mutex<HashMap<String, WeakConnection>>,
     /// Those that make a guest migrate, by the guests' names.
     performers: Mutex<HashMap<String, Weak<Performer>>>,
-    /// How arriving domains are defined here, by their names.
-    definitions: Mutex<HashMap<String, Definition>>,
-}
-
-/// A domain's definition for this host.
-#[derive(Debug, Clone)]
-struct Definition {
-    xml: Option<String>,
-    autostarts: bool,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -187,8 +178,22 @@ impl Libvirt {
         let note = self.notes.read(name).unwrap_or_default();
         let note = note.filter(|note| note.uuid == domain.uuid_text());
         let sender = note.as_ref().and_then(|note| note.sender);
-        let described = DomainXml::read(&xml).and_then(|xml| xml.description(&self.config));
+        let monitor = socket_of(MONITOR, name).display().to_string();
+        let described = DomainXml::read(&xml).and_then(|xml| {
+            let guest = xml.description(&self.config)?;
+            // A destination takes no more than this host would.
+            xml.with_monitor(&guest, &self.config, &monitor)?;
+            Ok(guest)
+        });
         let described = described.map_err(|error| error.to_string());
+        let snapshots = connection.snapshots(domain)?;
+        let described = described.and_then(|guest| match snapshots {
+            0 => Ok(guest),
+            _ => Err(format!(
+                "it has {snapshots} snapshots, and libvirt migrates no domain with any (hint: \
+                 virsh snapshot-delete --metadata)"
+            )),
+        });
         let described = described.and_then(|guest| {
             let checked = description::check(&guest).map_err(|error| error.to_string());
             checked.map(|()| guest)
@@ -282,17 +287,18 @@ impl Libvirt {
             .defined
             .as_deref()
             .map(|defined| DomainXml::read(defined)?.for_host(&description, &self.config));
-        let definition = Definition {
-            xml: defined.transpose().map_err(|error| unsuitable(&error))?,
+        let defined = defined.transpose().map_err(|error| unsuitable(&error))?;
+        let definition = defined.map(|xml| Definition {
+            xml,
             autostarts: handoff.autostarts,
-        };
-        lock(&self.shared.definitions).insert(name.clone(), definition);
+        });
         let note = Note {
             uuid: read.uuid().unwrap_or_default().to_owned(),
             role: Role::Arrives,
             generation,
             sender: Some(sender),
             stops: false,
+            definition,
         };
         self.notes
             .write(&name, &note)
@@ -484,17 +490,18 @@ impl GuestManager for Libvirt {
             });
             let broke = |error| CommitError::Unknown(format!("a part of the agent broke: {error}"));
             committed.await.map_err(broke)??;
+            // The guest runs, so whatever fails from here on is not a part of the move. A later
+            // agent repeats it, as long as the generation is not noted.
+            if let Err(error) = self.define(&name).await {
+                tracing::error!(guest = name, error, "it runs, and is not defined");
+            }
             let noted = self.notes.change(&name, |note| {
                 note.role = Role::Here;
                 note.generation = generation;
+                note.definition = None;
             });
             if let Err(error) = noted {
-                // A later agent notes it from the journal.
                 tracing::error!(guest = name, %error, "cannot note the generation");
-            }
-            // The guest runs, so whatever fails from here on is not a part of the move.
-            if let Err(error) = self.define(&name).await {
-                tracing::error!(guest = name, error, "its definition is the source's");
             }
             Ok(())
         }
@@ -552,6 +559,7 @@ impl GuestManager for Libvirt {
                     generation,
                     sender: None,
                     stops: false,
+                    definition: None,
                 };
                 if let Err(error) = manager.notes.write(&name, &note) {
                     return Ok(Some(Err(error)));
@@ -567,10 +575,15 @@ impl GuestManager for Libvirt {
                 };
                 Ok(Some(Ok(handoff)))
             });
-            match begun.await.map_err(failed)? {
-                Some(handoff) => Ok(handoff.map_err(failed)?.pack()),
-                None => Err(failed("libvirt does not have it any more")),
+            let handoff = match begun.await {
+                Ok(Some(handoff)) => handoff.map_err(failed),
+                Ok(None) => Err(failed("libvirt does not have it any more")),
+                Err(error) => Err(failed(error)),
+            };
+            if handoff.is_err() {
+                self.forget(guest.name());
             }
+            Ok(handoff?.pack())
         }
         .boxed()
     }
@@ -672,25 +685,24 @@ impl GuestManager for Libvirt {
 }
 
 impl Libvirt {
-    /// Defines an arrived domain with the paths of this host: libvirt defines it as it runs, or as
-    /// it was defined at the source.
+    /// Defines an arrived domain that was defined at the source, with the paths of this host.
     async fn define(&self, name: &str) -> Result<(), String> {
-        let definition = lock(&self.shared.definitions).remove(name);
-        let (Some(definition), Some(connection)) = (definition, self.of_lease(name)) else {
+        let note = self.notes.read(name).map_err(|error| error.to_string())?;
+        let Some(definition) = note.and_then(|note| note.definition) else {
+            // It was transient, and is here.
             return Ok(());
         };
-        let called = name.to_owned();
+        let (manager, leased) = (self.clone(), self.of_lease(name));
         blocking(move || {
-            let Definition { xml, autostarts } = definition;
-            let Some(xml) = xml else {
-                // It was transient.
-                return match connection.domain(&called)? {
-                    Some(domain) => connection.undefine(&domain),
-                    None => Ok(()),
-                };
+            let connection = match leased {
+                Some(connection) => Some(connection),
+                None => manager.connect()?,
             };
-            let domain = connection.define(&xml)?;
-            match autostarts {
+            let Some(connection) = connection else {
+                return Ok(());
+            };
+            let domain = connection.define(&definition.xml)?;
+            match definition.autostarts {
                 true => connection.set_autostart(&domain, true),
                 false => Ok(()),
             }

@@ -44,8 +44,10 @@ const STRING: u32 = 7;
 pub struct Flags(u32);
 
 impl Flags {
-    /// The guest runs meanwhile, its definition is not changed by others, and moves with it.
-    pub const LIVE: Self = Self(LIVE | PERSIST_DEST | UNDEFINE_SOURCE | CHANGE_PROTECTION);
+    /// The guest runs meanwhile, its definition is not changed by others, and it is not defined at
+    /// the source any more. At the destination it is transient: a definition would come from the
+    /// other daemon, as it is.
+    pub const LIVE: Self = Self(LIVE | UNDEFINE_SOURCE | CHANGE_PROTECTION);
     /// Disks need not be shared, and their caches need not be off: their content is Longhaul's
     /// affair.
     pub const UNSAFE: Self = Self(1 << 9);
@@ -61,7 +63,6 @@ impl Flags {
 }
 
 const LIVE: u32 = 1;
-const PERSIST_DEST: u32 = 1 << 3;
 const UNDEFINE_SOURCE: u32 = 1 << 4;
 const CHANGE_PROTECTION: u32 = 1 << 8;
 

@@ -8,7 +8,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 /// The maximum size of a note that is read, in bytes.
-const NOTE_BYTES_MAX: u64 = 64 << 10;
+const NOTE_BYTES_MAX: u64 = 4 << 20;
 
 /// What a move has to do with a domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,6 +37,18 @@ pub(crate) struct Note {
     /// Whether the move is about to stop it.
     #[serde(default)]
     pub(crate) stops: bool,
+    /// How it is to be defined here when it runs.
+    #[serde(default)]
+    pub(crate) definition: Option<Definition>,
+}
+
+/// A domain's definition for this host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Definition {
+    pub(crate) xml: String,
+    /// Whether it is started with the host.
+    pub(crate) autostarts: bool,
 }
 
 /// The folder of the notes.
@@ -127,6 +139,7 @@ mod tests {
             generation: 3,
             sender: Some(HostId([7; 32])),
             stops: false,
+            definition: None,
         };
         notes.write("web", &note).unwrap();
         notes.change("web", |note| note.role = Role::Here).unwrap();

@@ -1,6 +1,8 @@
 //! The XML of a domain: what Longhaul has to know of it, and the paths that are others at the
 //! destination. Everything else is passed on as libvirt wrote it.
 
+mod safe;
+
 use longhaul_hypervisor::config::{HostConfig, ImageFormat, Network};
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
 use roxmltree::{Attribute, Document, Node, ParsingOptions};
@@ -326,13 +328,8 @@ impl<'a> DomainXml<'a> {
             return None;
         }
         let end = self.text.rfind("</domain>")?;
-        let words = [
-            "-chardev".to_owned(),
-            format!("socket,id={MONITOR},path={path},server=on,wait=off"),
-            "-mon".to_owned(),
-            format!("chardev={MONITOR},mode=control"),
-        ];
-        let words = words.map(|word| format!("<longhaul:arg value='{}'/>", escaped(&word)));
+        let words =
+            monitor_words(path).map(|word| format!("<longhaul:arg value='{}'/>", escaped(&word)));
         let line = format!(
             "  <longhaul:commandline xmlns:longhaul='{QEMU_NAMESPACE}'>{}</longhaul:commandline>\n",
             words.concat()
@@ -350,7 +347,8 @@ impl<'a> DomainXml<'a> {
         config: &HostConfig,
         monitor: &str,
     ) -> Result<String, XmlError> {
-        self.changed(guest, config, self.monitor_at(monitor))
+        let text = self.changed(guest, config, self.monitor_at(monitor))?;
+        accept(text, guest, config, Some(monitor))
     }
 
     /// Returns the XML for this host: with the paths and bridges that the names in the guest's
@@ -363,7 +361,8 @@ impl<'a> DomainXml<'a> {
         guest: &GuestDescription,
         config: &HostConfig,
     ) -> Result<String, XmlError> {
-        self.changed(guest, config, None)
+        let text = self.changed(guest, config, None)?;
+        accept(text, guest, config, None)
     }
 
     fn changed(
@@ -377,10 +376,9 @@ impl<'a> DomainXml<'a> {
             refuse(format!("this host has no `{name}` under [{what}]"), hint)
         };
         let mut changes: Vec<(Range<usize>, String)> = Vec::new();
-        let mut change = |place: Place<'_>, path: &Path| {
-            if Path::new(place.path) != path {
-                changes.push((place.range, escaped(&path.display().to_string())));
-            }
+        let change = |place: Place<'_>, path: &Path| {
+            let differs = Path::new(place.path) != path;
+            differs.then(|| (place.range, escaped(&path.display().to_string())))
         };
         if let Some(kernel) = &guest.kernel {
             let Some(files) = config.kernels.get(&kernel.name) else {
@@ -395,7 +393,7 @@ impl<'a> DomainXml<'a> {
                         range: text.range(),
                         path: text.text().unwrap_or_default(),
                     };
-                    change(place, path);
+                    changes.extend(change(place, path));
                 }
             }
         }
@@ -421,22 +419,30 @@ impl<'a> DomainXml<'a> {
                 range: path.range_value(),
                 path: path.value(),
             };
-            change(place, &image.path);
+            changes.extend(change(place, &image.path));
         }
-        let bridges = self.devices("interface").map(|card| {
-            let source = child(card, "source")?;
-            attribute(source, "bridge")
-        });
-        for (nic, bridge) in guest.nics.iter().zip(bridges) {
-            let Some(bridge) = bridge else { continue };
+        for (nic, card) in guest.nics.iter().zip(self.devices("interface")) {
             let Some(Network::Bridge(port)) = config.networks.get(&nic.network) else {
                 return unknown("networks", &nic.network);
             };
-            let place = Place {
-                range: bridge.range_value(),
-                path: bridge.value(),
-            };
-            change(place, Path::new(&port.bridge));
+            let source = child(card, "source");
+            let bridge = source.and_then(|source| attribute(source, "bridge"));
+            if card.attribute("type") == Some("bridge") {
+                if let Some(bridge) = bridge {
+                    let place = Place {
+                        range: bridge.range_value(),
+                        path: bridge.value(),
+                    };
+                    changes.extend(change(place, Path::new(&port.bridge)));
+                }
+                continue;
+            }
+            // A network of libvirt's at the source: here the card is on the bridge.
+            if let (Some(source), Some(kind)) = (source, attribute(card, "type")) {
+                changes.push((kind.range_value(), "bridge".to_owned()));
+                let bridge = format!("<source bridge='{}'/>", escaped(&port.bridge));
+                changes.push((source.range(), bridge));
+            }
         }
         changes.extend(more);
         changes.sort_by_key(|(range, _)| range.start);
@@ -449,6 +455,48 @@ impl<'a> DomainXml<'a> {
         }
         text.push_str(self.text.get(at..).unwrap_or_default());
         Ok(text)
+    }
+}
+
+/// The words that give a QEMU a monitor of Longhaul's at this path.
+fn monitor_words(path: &str) -> [String; 4] {
+    [
+        "-chardev".to_owned(),
+        format!("socket,id={MONITOR},path={path},server=on,wait=off"),
+        "-mon".to_owned(),
+        format!("chardev={MONITOR},mode=control"),
+    ]
+}
+
+/// Returns the XML of an arriving domain if this host's libvirt may have it: it must be the guest
+/// that was offered, and name nothing else of this host.
+fn accept(
+    text: String,
+    guest: &GuestDescription,
+    config: &HostConfig,
+    monitor: Option<&str>,
+) -> Result<String, XmlError> {
+    let read = DomainXml::read(&text)?;
+    safe::check(&read.document, config, monitor)?;
+    let arrives = read.description(config)?;
+    let images = |guest: &GuestDescription| -> Vec<(String, bool)> {
+        let disks = guest.disks.iter();
+        disks
+            .map(|disk| (disk.image.clone(), disk.read_only))
+            .collect()
+    };
+    let is_it = arrives.name == guest.name
+        && (arrives.machine.as_str(), arrives.vcpus) == (guest.machine.as_str(), guest.vcpus)
+        && arrives.memory_mib == guest.memory_mib
+        && arrives.kernel == guest.kernel
+        && arrives.nics == guest.nics
+        && images(&arrives) == images(guest);
+    match is_it {
+        true => Ok(text),
+        false => refuse(
+            "its XML is not that of the guest that was offered",
+            "both come from the source: report this",
+        ),
     }
 }
 
@@ -511,9 +559,9 @@ mod tests {
       <target dev='vda' bus='virtio'/>
       <alias name='virtio-disk0'/>
     </disk>
-    <interface type='network'>
+    <interface type='bridge'>
       <mac address='52:54:00:b3:23:1b'/>
-      <source network='default' bridge='virbr0'/>
+      <source bridge='virbr0'/>
     </interface>
     <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>
     <channel type='spicevmc'><target type='virtio' name='com.redhat.spice.0'/></channel>
@@ -577,17 +625,125 @@ mod tests {
         assert_eq!(moved, expected);
         let moved = DomainXml::read(&moved).unwrap();
         assert_eq!(moved.description(&there).unwrap(), guest);
-        let with = xml.with_monitor(&guest, &here(), "/run/a's").unwrap();
+        let monitor = "/run/a's";
+        let with = xml.with_monitor(&guest, &here(), monitor).unwrap();
         let with_monitor = DomainXml::read(&with).unwrap();
         assert!(with_monitor.has_monitor() && !xml.has_monitor());
         assert_eq!(with_monitor.description(&here()).unwrap(), guest);
         // The next host needs no other.
         assert_eq!(
-            with_monitor.with_monitor(&guest, &here(), "x").unwrap(),
+            with_monitor.with_monitor(&guest, &here(), monitor).unwrap(),
             with
+        );
+        assert!(
+            with_monitor
+                .with_monitor(&guest, &here(), "/run/b")
+                .is_err()
         );
         let refused = xml.for_host(&guest, &config("")).unwrap_err();
         assert!(refused.text.contains("`one`"), "{refused}");
+    }
+
+    #[test]
+    fn a_card_on_a_network_of_libvirts_is_on_a_bridge_at_its_destination() {
+        let network = "<source network='default' portid='1' bridge='virbr0'/>";
+        let text = XML
+            .replace("<interface type='bridge'>", "<interface type='network'>")
+            .replace("<source bridge='virbr0'/>", network);
+        let xml = DomainXml::read(&text).unwrap();
+        let guest = xml.description(&here()).unwrap();
+        assert_eq!(xml.for_host(&guest, &here()).unwrap(), XML);
+        // The XML for a migration may not say which bridge that was.
+        let text = text.replace(" portid='1' bridge='virbr0'", "");
+        let xml = DomainXml::read(&text).unwrap();
+        assert_eq!(xml.for_host(&guest, &here()).unwrap(), XML);
+    }
+
+    #[test]
+    fn another_host_chooses_no_file_and_no_program_here() {
+        let guest = DomainXml::read(XML).unwrap();
+        let guest = guest.description(&here()).unwrap();
+        let accepted = |from: &str, to: &str| {
+            assert!(XML.contains(from), "{from}");
+            let text = XML.replacen(from, to, 1);
+            DomainXml::read(&text).and_then(|xml| xml.with_monitor(&guest, &here(), "/run/m"))
+        };
+        let with = |more: &str| accepted("</devices>", &format!("{more}</devices>"));
+        let beside = |more: &str| accepted("<devices>", &format!("{more}<devices>"));
+        for harmless in [
+            "<emulator>/usr/bin/qemu</emulator>",
+            "<console type='pty' tty='/dev/pts/3'><source path='/dev/pts/3'/></console>",
+            "<channel type='unix'><source mode='bind' \
+             path='/var/lib/libvirt/qemu/channel/a'/></channel>",
+            "<rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>",
+            "<graphics type='vnc' port='-1' listen='127.0.0.1'/>",
+        ] {
+            with(harmless).unwrap_or_else(|error| panic!("{harmless}: {error}"));
+        }
+        for harmless in [
+            "<seclabel type='dynamic' model='dac' relabel='yes'/>",
+            "<resource><partition>/machine</partition></resource>",
+            "<metadata><a:b xmlns:a='urn:a'>/etc/passwd</a:b></metadata>",
+        ] {
+            beside(harmless).unwrap_or_else(|error| panic!("{harmless}: {error}"));
+        }
+        for evil in [
+            "<emulator>/tmp/evil</emulator>",
+            "<emulator>/usr/bin/qemu</emulator><emulator>/usr/bin/qemu</emulator>",
+            "<serial type='file'><source path='/etc/cron.d/x'/></serial>",
+            "<serial type='unix'><source path='/run/docker.sock'/></serial>",
+            "<serial type='unix'><source path='/var/lib/libvirt/qemu/../x'/></serial>",
+            "<serial type='pty'><log file='/etc/cron.d/x'/></serial>",
+            "<rng model='virtio'><backend model='random'>/etc/shadow</backend></rng>",
+            "<rng model='virtio'><backend model='egd' type='tcp'/></rng>",
+            "<audio id='1' type='file' path='/etc/x'/>",
+            "<graphics type='spice'><gl rendernode='/dev/dri/renderD128'/></graphics>",
+            "<graphics type='vnc' socket='/etc/x'/>",
+            "<shmem name='a'/>",
+            "<smartcard mode='host'/>",
+            "<controller type='scsi' index='0'><driver file='x'/></controller>",
+        ] {
+            assert!(with(evil).is_err(), "{evil}");
+        }
+        let namespace = format!("xmlns:qemu='{QEMU_NAMESPACE}'");
+        let line =
+            format!("<qemu:commandline {namespace}><qemu:arg value='-S'/></qemu:commandline>");
+        let open = format!("<qemu:capabilities {namespace}/>");
+        for evil in [
+            line.as_str(),
+            open.as_str(),
+            "<commandline/>",
+            "<launchSecurity type='sev'/>",
+            "<seclabel type='static' model='dac'><label>root:root</label></seclabel>",
+            "<seclabel type='none' model='apparmor'/>",
+            "<sysinfo type='fwcfg'><entry name='a' file='/etc/shadow'/></sysinfo>",
+            "<bootloader>/bin/sh</bootloader>",
+        ] {
+            assert!(beside(evil).is_err(), "{evil}");
+        }
+        for (from, to) in [
+            ("<domain type='kvm'", "<domain type='xen'"),
+            (
+                "<kernel>/boot/here &amp; there</kernel>",
+                "<initrd>/etc/shadow</initrd>",
+            ),
+            ("<cmdline>", "<initrd>/etc/shadow</initrd><cmdline>"),
+            ("<cmdline>", "<kernel>/etc/shadow</kernel><cmdline>"),
+            (
+                "<target dev='vda'",
+                "<backingStore type='file'><source file='/etc/shadow'/></backingStore>\
+                 <target dev='vda'",
+            ),
+            (
+                "<target dev='vda'",
+                "<source file='/etc/shadow'/><target dev='vda'",
+            ),
+            ("index='1'/>", "index='1' dev='/dev/sda'/>"),
+            ("<name>web</name>", "<name>other</name>"),
+            ("2097152", "4194304"),
+        ] {
+            assert!(accepted(from, to).is_err(), "{to}");
+        }
     }
 
     #[test]
