@@ -6,6 +6,7 @@
     clippy::print_stderr
 )]
 
+use longhaul_api::Phase;
 use longhaul_lab::arena::{Arena, Workload};
 use longhaul_lab::guest::disks::{LocalDisk, local_disks};
 use longhaul_lab::guest::{CHANNEL_NAME, KernelFiles, Tiny};
@@ -511,6 +512,53 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
     assert!(tracks.contains("not tracked yet"), "{tracks}");
     let running = Some(DomainState::Running);
     assert_eq!(stage.states(), [running, None]);
+}
+
+/// Whoever gives a move up, the domain runs on as before: its paused copy too.
+#[test]
+fn a_move_of_a_domain_can_be_given_up() {
+    let Some(mut stage) = Stage::build("given up by people") else {
+        return;
+    };
+    let product = stage.start_agents(&[]);
+    stage.start_guest();
+    let running = Some(DomainState::Running);
+    for by in ["longhaul", "virsh"] {
+        let to = &stage.lab.hosts()[1];
+        let slowly = &["--bandwidth", "4mbit"];
+        let mut moving = product.migrate(0, GUEST, to, slowly).unwrap();
+        let began = moving.wait_for_phase(Phase::Precopy, LIMIT);
+        assert!(began, "{}", product.ends_of_logs());
+        match by {
+            "longhaul" => drop(product.agent(0).unwrap().run(&["cancel", GUEST]).unwrap()),
+            _ => drop(stage.daemons[0].run(&["domjobabort", GUEST]).unwrap()),
+        }
+        let finished = moving.finish(LIMIT).unwrap();
+        assert!(!finished.completed(), "{by}");
+        let logs = product.ends_of_logs();
+        stage.wait_for([running, None]);
+        stage.arena.forget_beats();
+        let beat = stage.arena.wait_for_beat(LIMIT);
+        assert!(beat.is_ok(), "{by}: {logs}");
+        stage.verify();
+    }
+    // A paused domain arrives paused.
+    stage.daemons[0].run(&["suspend", GUEST]).unwrap();
+    let to = &stage.lab.hosts()[1];
+    let finished = product.migrate(0, GUEST, to, &[]).unwrap();
+    let finished = finished.finish(LIMIT).unwrap();
+    assert!(
+        finished.completed(),
+        "{}\n{}",
+        finished.why(),
+        product.ends_of_logs()
+    );
+    let state = stage.daemons[1].run(&["domstate", GUEST]).unwrap();
+    assert_eq!(state, "paused");
+    stage.daemons[1].run(&["resume", GUEST]).unwrap();
+    stage.hear(1);
+    stage.arena.wait_for_beat(LIMIT).unwrap();
+    stage.verify();
 }
 
 /// Points at which one of the agents dies.

@@ -1,17 +1,18 @@
 //! libvirt as a manager of guests: a move is a migration of libvirt's, whose phases the two agents
 //! call, each at its own daemon.
 
+mod handoff;
 mod perform;
 
-use crate::connection::{Connection, LibvirtError, WeakConnection};
+use crate::connection::{Connection, LibvirtError, SOCKETS as SOCKETS_OF_DAEMONS, WeakConnection};
 use crate::domain::{Domain, DomainState, PausedFor, Xml};
-use crate::migration::{Begun, Cookie as LibvirtCookie, Flags, Outcome};
+use crate::migration::{Cookie as LibvirtCookie, Flags, Outcome};
 use crate::monitor;
 use crate::notes::{Definition, Note, Notes, Role};
-use crate::xdr::{Reader, Writer, XdrError};
 use crate::xml::DomainXml;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
+pub use handoff::Handoff;
 use longhaul_hypervisor::config::HostConfig;
 use longhaul_hypervisor::description;
 use longhaul_hypervisor::guest::StopError;
@@ -23,7 +24,6 @@ use longhaul_hypervisor::process::ProcessId;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_hypervisor::starter::Starter;
 use longhaul_protocol::guest::{Managed, Manager};
-use longhaul_protocol::limits::COOKIE_BYTES_MAX;
 use perform::Performer;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Display;
@@ -59,6 +59,8 @@ pub struct Libvirt {
 struct Shared {
     /// For questions.
     queries: Mutex<Option<Connection>>,
+    /// Why it did not answer the last question.
+    silent: Mutex<Option<String>>,
     /// The connections of leases, by the guests' names: the jobs of moves belong to them.
     leases: Mutex<HashMap<String, WeakConnection>>,
     /// Those that make a guest migrate, by the guests' names.
@@ -85,46 +87,6 @@ async fn blocking<T: Send + 'static>(
     match spawn_blocking(work).await {
         Ok(done) => done.map_err(|error| error.to_string()),
         Err(error) => Err(format!("a part of the agent broke: {error}")),
-    }
-}
-
-/// What one daemon has for the other.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Handoff {
-    begun: Begun,
-    /// The domain as it is defined, which may differ from what runs.
-    defined: Option<String>,
-    /// Whether it is started with its host.
-    autostarts: bool,
-}
-
-impl Handoff {
-    /// As it travels: in XDR, the XML, libvirt's cookie, the definition if there is one, and
-    /// whether the domain is started with its host.
-    pub fn pack(&self) -> Cookie {
-        let mut writer = Writer::default();
-        writer.text(&self.begun.xml).opaque(&self.begun.cookie.0);
-        writer.optional_text(self.defined.as_deref());
-        writer.u32(u32::from(self.autostarts));
-        Cookie(writer.into_bytes())
-    }
-
-    /// Reads the same.
-    ///
-    /// # Errors
-    /// When it is something else.
-    pub fn unpack(bytes: &[u8]) -> Result<Self, XdrError> {
-        let mut reader = Reader::new(bytes);
-        let handoff = Self {
-            begun: Begun {
-                xml: reader.text()?.to_owned(),
-                cookie: LibvirtCookie(reader.opaque(COOKIE_BYTES_MAX)?.to_vec()),
-            },
-            defined: reader.optional(|it| it.text().map(str::to_owned))?,
-            autostarts: reader.bool()?,
-        };
-        reader.end()?;
-        Ok(handoff)
     }
 }
 
@@ -376,9 +338,7 @@ impl Libvirt {
         };
         let (manager, called) = (self.clone(), name.to_owned());
         let ended = blocking(move || {
-            let Some(connection) = manager.connect()? else {
-                return Ok(());
-            };
+            let connection = manager.connect()?.ok_or_else(nobody)?;
             let domain = connection.domain(&called)?;
             let Some(domain) = domain.filter(|it| it.uuid_text() == uuid) else {
                 return Ok(());
@@ -406,6 +366,14 @@ fn seen_by(guest: &Guest, socket: &Path) -> PathBuf {
     PathBuf::from(format!("/proc/{pid}/root")).join(inside)
 }
 
+/// The error where no daemon is found.
+fn nobody() -> LibvirtError {
+    LibvirtError::Connect {
+        path: SOCKETS_OF_DAEMONS[0].into(),
+        why: "there is no libvirt".to_owned(),
+    }
+}
+
 fn stop_error(guest: &str, what: &str, error: impl Display) -> StopError {
     StopError {
         guest: guest.to_owned(),
@@ -416,16 +384,22 @@ fn stop_error(guest: &str, what: &str, error: impl Display) -> StopError {
 
 impl GuestManager for Libvirt {
     fn list(&self) -> io::Result<Vec<Found>> {
-        let queries = match self.queries() {
-            Ok(Some(connection)) => connection,
-            Ok(None) => return Ok(Vec::new()),
-            Err(error) => {
-                // Longhaul's own guests do not depend on it.
-                tracing::warn!(%error, "libvirt's guests are not known");
-                return Ok(Vec::new());
+        // Longhaul's own guests do not depend on libvirt: where it does not answer, it has none.
+        let asked = self.queries().and_then(|connection| match connection {
+            Some(connection) => {
+                let domains = connection.domains()?;
+                Ok(Some((connection, domains)))
             }
+            None => Ok(None),
+        });
+        let why = asked.as_ref().err().map(ToString::to_string);
+        let before = std::mem::replace(&mut *lock(&self.shared.silent), why.clone());
+        if let Some(why) = why.filter(|why| before.as_ref() != Some(why)) {
+            tracing::warn!(why, "libvirt's guests are not known");
+        }
+        let Ok(Some((queries, domains))) = asked else {
+            return Ok(Vec::new());
         };
-        let domains = queries.domains().map_err(other)?;
         let mut found = Vec::new();
         for domain in domains.iter().filter(|domain| domain.id.is_some()) {
             match self.look(&queries, domain) {
@@ -436,6 +410,31 @@ impl GuestManager for Libvirt {
             }
         }
         Ok(found)
+    }
+
+    fn find(&self, name: &str) -> io::Result<Option<Guest>> {
+        // Whoever decides by the answer must not take a silent daemon for a guest that is gone.
+        let moves = self.notes.read(name)?.is_some();
+        let connection = match self.queries() {
+            Ok(Some(connection)) => connection,
+            Ok(None) if moves => return Err(other("libvirt is not there, and has moved it")),
+            Err(error) if moves => return Err(other(error)),
+            Ok(None) | Err(_) => return Ok(None),
+        };
+        let domain = match connection.domain(name) {
+            Ok(domain) => domain.filter(|domain| domain.id.is_some()),
+            Err(error) if moves => return Err(other(error)),
+            Err(_) => None,
+        };
+        let Some(domain) = domain else {
+            return Ok(None);
+        };
+        match self.look(&connection, &domain) {
+            Ok(Found::Running(guest)) => Ok(Some(guest)),
+            Ok(_) => Ok(None),
+            Err(error) if error.is_no_domain() => Ok(None),
+            Err(error) => Err(other(error)),
+        }
     }
 
     fn starter(&self, _: &Guest) -> io::Result<Option<Starter>> {

@@ -131,12 +131,11 @@ impl<'a> DomainXml<'a> {
 
     /// Refuses devices of which a part would stay behind.
     fn refuse_what_stays(&self) -> Result<(), XmlError> {
-        const STAY: [(&str, &str); 5] = [
+        const STAY: [(&str, &str); 4] = [
             ("hostdev", "a device of the host"),
             ("filesystem", "a folder of the host"),
             ("tpm", "a TPM"),
             ("shmem", "memory that it shares with others"),
-            ("redirdev", "a redirected USB device"),
         ];
         for (element, what) in STAY {
             if self.devices(element).next().is_some() {
@@ -677,6 +676,7 @@ mod tests {
              path='/var/lib/libvirt/qemu/channel/a'/></channel>",
             "<rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>",
             "<graphics type='vnc' port='-1' listen='127.0.0.1'/>",
+            "<redirdev bus='usb' type='spicevmc'/>",
         ] {
             with(harmless).unwrap_or_else(|error| panic!("{harmless}: {error}"));
         }
@@ -691,6 +691,7 @@ mod tests {
             "<emulator>/tmp/evil</emulator>",
             "<emulator>/usr/bin/qemu</emulator><emulator>/usr/bin/qemu</emulator>",
             "<serial type='file'><source path='/etc/cron.d/x'/></serial>",
+            "<redirdev bus='usb' type='tcp'><source mode='bind' host='::' service='1'/></redirdev>",
             "<serial type='unix'><source path='/run/docker.sock'/></serial>",
             "<serial type='unix'><source path='/var/lib/libvirt/qemu/../x'/></serial>",
             "<serial type='pty'><log file='/etc/cron.d/x'/></serial>",

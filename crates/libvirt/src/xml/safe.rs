@@ -45,7 +45,7 @@ const PARTS: [&str; 34] = [
     "commandline",
 ];
 /// Its devices.
-const DEVICES: [&str; 20] = [
+const DEVICES: [&str; 21] = [
     "audio",
     "channel",
     "console",
@@ -61,6 +61,7 @@ const DEVICES: [&str; 20] = [
     "memory",
     "panic",
     "parallel",
+    "redirdev",
     "rng",
     "serial",
     "sound",
@@ -198,7 +199,7 @@ fn devices(devices: Node<'_, '_>, known: &Known<'_>) -> Result<(), XmlError> {
             "interface" if device.attribute("type") != Some("bridge") => {
                 return refused("a card that is on no bridge");
             }
-            "channel" | "console" | "parallel" | "serial" => end(device)?,
+            "channel" | "console" | "parallel" | "redirdev" | "serial" => end(device)?,
             "rng" => rng(device)?,
             _ => walk(device, known)?,
         }
