@@ -20,6 +20,9 @@ pub enum XdrError {
     /// A string or array is too long.
     #[error("it has {0} bytes or elements where fewer are allowed")]
     Long(usize),
+    /// What fills the last unit is not zero.
+    #[error("its padding is not zero")]
+    Padding,
     /// A string is no UTF-8.
     #[error("a string is no UTF-8")]
     Text,
@@ -177,8 +180,12 @@ impl<'a> Reader<'a> {
     fn take(&mut self, length: usize) -> Result<&'a [u8], XdrError> {
         let padded = length.next_multiple_of(UNIT);
         let (bytes, rest) = self.0.split_at_checked(padded).ok_or(XdrError::Short)?;
+        let (bytes, padding) = bytes.split_at(length);
+        if padding.iter().any(|byte| *byte != 0) {
+            return Err(XdrError::Padding);
+        }
         self.0 = rest;
-        Ok(&bytes[..length])
+        Ok(bytes)
     }
 }
 
@@ -215,6 +222,7 @@ mod tests {
         // The padding belongs to it.
         assert_eq!(read(&[0, 0, 0, 1, b'a']), Err(XdrError::Short));
         assert_eq!(read(&[0, 0, 0, 1, 0xff, 0, 0, 0]), Err(XdrError::Text));
+        assert_eq!(read(&[0, 0, 0, 1, b'a', 0, 1, 0]), Err(XdrError::Padding));
         let huge = u32::MAX.to_be_bytes();
         assert_eq!(read(&huge), Err(XdrError::Long(u32::MAX as usize)));
         let list = Reader::new(&huge).array(Reader::u32);
