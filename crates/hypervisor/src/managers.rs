@@ -1,4 +1,4 @@
-//! The guests of a host, whoever manages them.
+//! All guests of a host: those of the launcher, and those of other programs.
 
 use crate::guest::StopError;
 use crate::launcher::Launcher;

@@ -339,7 +339,7 @@ fn phases_move_a_domain_there_and_back() {
         expected[to] = running;
         assert_eq!(stage.states(), expected);
         assert_eq!(stage.daemons[to].run(&["domuuid", GUEST]).unwrap(), uuid);
-        // Whoever calls the phases defines it, if anybody does.
+        // The phases alone do not define it. The agents do that.
         let there = stage.connect(to);
         let domain = there.domain(GUEST).unwrap().unwrap();
         assert!(!there.is_persistent(&domain).unwrap());
@@ -514,7 +514,7 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
     assert_eq!(stage.states(), [running, None]);
 }
 
-/// Whoever gives a move up, the domain runs on as before: its paused copy too.
+/// A move that an operator gives up leaves the domain running. A paused domain arrives paused.
 #[test]
 fn a_move_of_a_domain_can_be_given_up() {
     let Some(mut stage) = Stage::build("given up by people") else {
@@ -632,7 +632,7 @@ fn a_migration_that_is_given_up_leaves_the_guest() {
     };
     stage.start_guest();
     let running = [Some(DomainState::Running), None];
-    // Whoever gives it up: the caller, by the phases that are left,
+    // It is given up by the caller, with the phases that are left,
     let phases = Phases::begin(&stage, [0, 1]);
     phases.perform(&phases.prepare());
     let migrating = Some(DomainState::Paused(PausedFor::Migration));

@@ -418,7 +418,7 @@ impl Shared {
             tracing::debug!(path = %self.path.display(), why, "the connection to libvirt ended");
             state.ended = Some(why.to_owned());
         }
-        // Whoever waits learns it by the end of the channel.
+        // Calls that wait end with their channels.
         state.pending.clear();
         state.listener = None;
         drop(state);

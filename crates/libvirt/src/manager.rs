@@ -413,7 +413,7 @@ impl GuestManager for Libvirt {
     }
 
     fn find(&self, name: &str) -> io::Result<Option<Guest>> {
-        // Whoever decides by the answer must not take a silent daemon for a guest that is gone.
+        // Journals are closed by this answer: a daemon that is silent is an error, and no absence.
         let moves = self.notes.read(name)?.is_some();
         let connection = match self.queries() {
             Ok(Some(connection)) => connection,
@@ -489,8 +489,7 @@ impl GuestManager for Libvirt {
             });
             let broke = |error| CommitError::Unknown(format!("a part of the agent broke: {error}"));
             committed.await.map_err(broke)??;
-            // The guest runs, so whatever fails from here on is not a part of the move. A later
-            // agent repeats it, as long as the generation is not noted.
+            // The guest runs, so what fails from here on is not a part of the move.
             if let Err(error) = self.define(&name).await {
                 tracing::error!(guest = name, error, "it runs, and is not defined");
             }

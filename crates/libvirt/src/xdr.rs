@@ -61,7 +61,7 @@ impl Writer {
         self
     }
 
-    /// Writes opaque data of a variable length. Whoever reads it refuses more than `u32::MAX`
+    /// Writes opaque data of a variable length. Readers refuse more than `u32::MAX`
     /// bytes.
     pub fn opaque(&mut self, bytes: &[u8]) -> &mut Self {
         self.u32(u32::try_from(bytes.len()).unwrap_or(u32::MAX));
