@@ -145,14 +145,19 @@ pub fn import(
         stored_bytes: AtomicU64::new(0),
         found: Mutex::default(),
     };
-    let manifest = work.all()?;
+    // A removal that did not wait also removes files that are being written.
+    let because = |error| match (&error, marker.is_there()) {
+        (ImportError::Store(_), Ok(false)) => ImportError::Overruled,
+        _ => error,
+    };
+    let manifest = work.all().map_err(because)?;
     let id = manifest.id();
     if let Some((name, other)) = taken
         && other != id
     {
         return Err(ImportError::NameTaken { name, id: other });
     }
-    publish(repository, &marker, &manifest, options.name.as_ref())?;
+    publish(repository, &marker, &manifest, options.name.as_ref()).map_err(because)?;
     Ok(Imported {
         id,
         size_bytes: manifest.size_bytes(),
