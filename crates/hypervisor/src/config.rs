@@ -4,6 +4,7 @@
 //! bridges and programs are named only here.
 
 use crate::description::is_name;
+use crate::firmware::SystemFirmware;
 use longhaul_protocol::port::{MTU_MAX, MTU_MIN, Port, VLAN_MAX};
 use longhaul_protocol::units::parse_bytes;
 use serde::{Deserialize, Deserializer, Serialize, de};
@@ -40,6 +41,9 @@ pub struct HostConfig {
     /// Firmware images by name.
     #[serde(default)]
     pub firmware: BTreeMap<String, PathBuf>,
+    /// Firmware of this host that needs no name. It is no part of the document.
+    #[serde(skip)]
+    pub system_firmware: SystemFirmware,
     /// Kernels for guests that do not boot from a disk, by name.
     #[serde(default)]
     pub kernels: BTreeMap<String, KernelFiles>,
@@ -386,6 +390,16 @@ pub enum ConfigError {
 }
 
 impl HostConfig {
+    /// Gives this host's own firmware the names of its files, where the document has no such name.
+    #[must_use]
+    pub fn with_system_firmware(mut self, system: SystemFirmware) -> Self {
+        for (name, code) in system.names() {
+            self.firmware.entry(name).or_insert(code);
+        }
+        self.system_firmware = system;
+        self
+    }
+
     /// Returns the networks of this host, by name: those of the document, and those of the realm
     /// that have other names.
     pub fn all_networks(&self) -> BTreeMap<String, Network> {

@@ -17,6 +17,7 @@ pub mod disk;
 pub mod disk_cache;
 pub mod disk_rate;
 pub mod displays;
+pub mod firmware;
 pub mod folder;
 pub mod guest;
 pub mod guest_agent;

@@ -1,11 +1,13 @@
 //! Runs libvirt's daemon on emulated hosts, and guests of the laboratory as its domains.
 //!
 //! The daemon knows its folders by fixed paths, so each one has a mount namespace, in which these
-//! are folders of its host. Its sockets can be used from outside by their paths there.
+//! are folders of its host. Its sockets can be used from outside by their paths there. A release
+//! that is not installed also has its own `/usr` and `/etc` there.
 
 use crate::error::{During, LabError};
 use crate::guest::KernelFiles;
 use crate::guest::disks::LocalDisk;
+use crate::installed;
 use crate::lab::Host;
 use crate::process::{self, run, wait_until};
 use longhaul_protocol::guest::{GuestDescription, Nic};
@@ -19,12 +21,14 @@ use std::time::Duration;
 /// The daemon's program in Debian's package.
 const DAEMON: &str = "/usr/sbin/libvirtd";
 /// The folders of the daemon, and the host's folders that it has in their place.
-const FOLDERS: [(&str, &str); 5] = [
+const FOLDERS: [(&str, &str); 7] = [
     ("/run/libvirt", "run"),
     ("/var/lib/libvirt", "lib"),
-    ("/etc/libvirt", "etc"),
     ("/var/log/libvirt", "log"),
     ("/var/cache/libvirt", "cache"),
+    ("/var/log/swtpm", "tpm-log"),
+    ("/var/lib/swtpm-localca", "tpm-certificates"),
+    ("/etc/libvirt", "etc"),
 ];
 /// The time limit for a daemon's start. The first one asks each QEMU what it can do.
 const START_LIMIT: Duration = Duration::from_secs(120);
@@ -33,6 +37,8 @@ const START_LIMIT: Duration = Duration::from_secs(120);
 const QEMU_CONF: &str = "\
 user = \"root\"
 group = \"root\"
+swtpm_user = \"root\"
+swtpm_group = \"root\"
 dynamic_ownership = 0
 security_driver = \"none\"
 cgroup_controllers = [ ]
@@ -40,26 +46,57 @@ namespaces = [ ]
 stdio_handler = \"file\"
 ";
 
-/// Returns the version of libvirt that is installed, such as `9.0.0`.
-///
-/// # Errors
-/// When it is not.
-pub fn installed() -> Result<String, LabError> {
-    let there = [DAEMON, "/usr/bin/virsh"];
-    if let Some(missing) = there.iter().find(|path| !Path::new(path).is_file()) {
-        return Err(LabError::Missing {
-            what: format!("libvirt ({missing})"),
-            hint: "sudo scripts/install lab".to_owned(),
-        });
+/// A release of libvirt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Release {
+    /// The one that is installed.
+    Installed,
+    /// The newest one, in a root of its own.
+    Newest,
+}
+
+impl Release {
+    /// Returns the root in which it is unpacked.
+    fn root(self) -> Option<PathBuf> {
+        match self {
+            Self::Installed => None,
+            Self::Newest => Some(installed::folder().join("libvirt/12/root")),
+        }
     }
-    let said = run(Command::new(DAEMON).arg("--version"))?;
-    let version = said.split_whitespace().next_back().unwrap_or_default();
-    Ok(version.to_owned())
+
+    /// Returns the version of QEMU that goes with it in tests.
+    pub fn qemu(self) -> &'static str {
+        match self {
+            // A version that libvirt 9.0 knows.
+            Self::Installed => "7.2",
+            Self::Newest => "11.1",
+        }
+    }
+
+    /// Returns its version, such as `9.0.0`.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub fn version(self) -> Result<String, LabError> {
+        let root = self.root().unwrap_or_else(|| PathBuf::from("/"));
+        let there = [DAEMON, "/usr/bin/swtpm_setup"].map(|path| root.join(&path[1..]));
+        let there = there.into_iter().chain(["/usr/bin/virsh".into()]);
+        if let Some(missing) = there.into_iter().find(|path| !path.is_file()) {
+            return Err(LabError::Missing {
+                what: format!("libvirt ({})", missing.display()),
+                hint: "sudo scripts/install lab".to_owned(),
+            });
+        }
+        let said = run(Command::new("chroot").arg(root).args([DAEMON, "--version"]))?;
+        let version = said.split_whitespace().next_back().unwrap_or_default();
+        Ok(version.to_owned())
+    }
 }
 
 /// The daemon of an emulated host. It is ended when this is dropped; its guests are not.
 #[derive(Debug)]
 pub struct Libvirt {
+    release: Release,
     folder: PathBuf,
     process: Child,
 }
@@ -69,8 +106,8 @@ impl Libvirt {
     ///
     /// # Errors
     /// When it is not installed, or does not come up.
-    pub fn start(host: &Host) -> Result<Self, LabError> {
-        installed()?;
+    pub fn start(host: &Host, release: Release) -> Result<Self, LabError> {
+        release.version()?;
         let folder = host.folder().join("libvirt");
         for (_, own) in FOLDERS {
             let own = folder.join(own);
@@ -86,21 +123,35 @@ impl Libvirt {
             let path = folder.join("etc").join(name);
             fs::write(&path, content).during(|| format!("write {}", path.display()))?;
         }
-        let process = Self::spawn(host, &folder)?;
-        let mut libvirt = Self { folder, process };
+        let process = Self::spawn(host, release, &folder)?;
+        let mut libvirt = Self {
+            release,
+            folder,
+            process,
+        };
         libvirt.wait_until_it_answers()?;
         Ok(libvirt)
     }
 
-    fn spawn(host: &Host, folder: &Path) -> Result<Child, LabError> {
+    fn spawn(host: &Host, release: Release, folder: &Path) -> Result<Child, LabError> {
         let log = folder.join("libvirtd.log");
         let log = File::options().create(true).append(true).open(&log);
         let log = log.during(|| format!("open the log in {}", folder.display()))?;
         let mut script = String::from("set -e\n");
+        let mut bind = |own: &Path, path: &str| {
+            script += &format!("mount --bind '{}' {path}\n", own.display());
+        };
+        let root = release.root();
+        if let Some(root) = &root {
+            bind(&root.join("etc"), "/etc");
+        }
         for (path, own) in FOLDERS {
             fs::create_dir_all(path).during(|| format!("make {path}"))?;
-            let own = folder.join(own);
-            script += &format!("mount --bind '{}' {path}\n", own.display());
+            bind(&folder.join(own), path);
+        }
+        // The last one: what it has may not run with this host's `/etc`, nor the other way round.
+        if let Some(root) = &root {
+            bind(&root.join("usr"), "/usr");
         }
         script += &format!("exec {DAEMON} --pid-file /run/libvirt/libvirtd.pid\n");
         let mut command = Command::new("unshare");
@@ -137,6 +188,11 @@ impl Libvirt {
         self.folder.join("run/libvirt-sock")
     }
 
+    /// Returns the folder in which it keeps what its domains have: `/var/lib/libvirt`.
+    pub fn folder_of_state(&self) -> PathBuf {
+        self.folder.join("lib")
+    }
+
     /// Returns the last lines of its log.
     pub fn end_of_log(&self) -> String {
         let log = fs::read_to_string(self.folder.join("libvirtd.log")).unwrap_or_default();
@@ -161,7 +217,7 @@ impl Libvirt {
     /// When it does not come up.
     pub fn restart(&mut self, host: &Host) -> Result<(), LabError> {
         self.kill()?;
-        self.process = Self::spawn(host, &self.folder)?;
+        self.process = Self::spawn(host, self.release, &self.folder)?;
         self.wait_until_it_answers()
     }
 
@@ -191,10 +247,13 @@ impl Libvirt {
 
     /// Returns the host's end of a channel of a domain that runs.
     pub fn channel(&self, domain: &str, channel: &str) -> Option<PathBuf> {
-        let folder = self.folder.join("lib/qemu/channel/target");
-        let folders = fs::read_dir(folder).ok()?.filter_map(Result::ok);
+        // Newer releases have another folder.
+        let folders = ["run/qemu/channel", "lib/qemu/channel/target"];
+        let folders = folders.map(|folder| fs::read_dir(self.folder.join(folder)));
+        let folders = folders.into_iter().filter_map(Result::ok).flatten();
         let end = format!("-{domain}");
         let mut sockets = folders
+            .filter_map(Result::ok)
             .filter(|folder| folder.file_name().to_string_lossy().ends_with(&end))
             .map(|folder| folder.path().join(channel));
         sockets.find(|socket| UnixStream::connect(socket).is_ok())
@@ -219,8 +278,18 @@ pub fn virsh_at(socket: &Path, words: &[&str]) -> Command {
     command
 }
 
-/// Returns the XML of a guest of the laboratory as a domain, whose QEMU is this one, with disks of
-/// its host, and with its cards on this bridge.
+/// What a domain has of its host, beside its kernel.
+#[derive(Debug, Default)]
+pub struct Around<'a> {
+    /// Its disks.
+    pub disks: &'a [LocalDisk],
+    /// The bridge of its cards.
+    pub bridge: Option<&'a str>,
+    /// Whether it has UEFI firmware, chosen by libvirt, and an emulated TPM.
+    pub has_uefi_and_tpm: bool,
+}
+
+/// Returns the XML of a guest of the laboratory as a domain, whose QEMU is this one.
 ///
 /// # Errors
 /// When the guest boots from a disk, or has cards and there is no bridge.
@@ -228,9 +297,9 @@ pub fn domain_xml(
     guest: &GuestDescription,
     files: &KernelFiles,
     qemu: &Path,
-    disks: &[LocalDisk],
-    bridge: Option<&str>,
+    around: &Around<'_>,
 ) -> Result<String, LabError> {
+    let Around { disks, bridge, .. } = *around;
     let refused = |message: &str| LabError::Answer {
         what: format!("the domain of {}", guest.name),
         message: message.to_owned(),
@@ -268,15 +337,24 @@ pub fn domain_xml(
         )
     };
     let channels: String = guest.channels.iter().map(|it| channel(&it.name)).collect();
+    // The test guests' kernel is not signed for Secure Boot.
+    let (firmware, choice, tpm) = match around.has_uefi_and_tpm {
+        true => (
+            " firmware='efi'",
+            "    <firmware><feature enabled='no' name='secure-boot'/></firmware>\n",
+            "    <tpm model='tpm-crb'><backend type='emulator' version='2.0'/></tpm>\n",
+        ),
+        false => ("", "", ""),
+    };
     Ok(format!(
         "\
 <domain type='qemu'>
   <name>{name}</name>
   <memory unit='MiB'>{memory}</memory>
   <vcpu>{vcpus}</vcpu>
-  <os>
+  <os{firmware}>
     <type arch='x86_64' machine='{machine}'>hvm</type>
-    <kernel>{kernel}</kernel>
+{choice}    <kernel>{kernel}</kernel>
     <initrd>{initrd}</initrd>
     <cmdline>{line}</cmdline>
   </os>
@@ -284,7 +362,7 @@ pub fn domain_xml(
   <cpu mode='custom'><model>{cpu}</model></cpu>
   <devices>
     <emulator>{qemu}</emulator>
-{disks}{cards}{channels}    <console type='pty'/>
+{disks}{cards}{channels}{tpm}    <console type='pty'/>
     <memballoon model='virtio'/>
   </devices>
 </domain>

@@ -1,6 +1,7 @@
 //! The XML of a domain: what Longhaul has to know of it, and the paths that are others at the
 //! destination. Everything else is passed on as libvirt wrote it.
 
+mod firmware;
 mod safe;
 
 use longhaul_hypervisor::config::{HostConfig, ImageFormat, Network};
@@ -74,6 +75,15 @@ impl<'a> DomainXml<'a> {
         path.iter().try_fold(root, |node, name| child(node, name))
     }
 
+    /// Returns where the text of an element stands.
+    fn place_at(&self, path: &[&str]) -> Option<Place<'_>> {
+        let text = self.at(path)?.first_child().filter(Node::is_text)?;
+        Some(Place {
+            range: text.range(),
+            path: text.text().unwrap_or_default(),
+        })
+    }
+
     fn text_at(&self, path: &[&str]) -> Option<&str> {
         self.at(path)?.text().map(str::trim)
     }
@@ -120,7 +130,7 @@ impl<'a> DomainXml<'a> {
             cpu: cpu.unwrap_or("qemu64").to_owned(),
             vcpus: vcpus.unwrap_or(1),
             memory_mib,
-            firmware: None,
+            firmware: self.firmware(config)?,
             kernel: self.kernel(config)?,
             disks: self.disks(config)?,
             nics: self.nics(config)?,
@@ -131,10 +141,9 @@ impl<'a> DomainXml<'a> {
 
     /// Refuses devices of which a part would stay behind.
     fn refuse_what_stays(&self) -> Result<(), XmlError> {
-        const STAY: [(&str, &str); 4] = [
+        const STAY: [(&str, &str); 3] = [
             ("hostdev", "a device of the host"),
             ("filesystem", "a folder of the host"),
-            ("tpm", "a TPM"),
             ("shmem", "memory that it shares with others"),
         ];
         for (element, what) in STAY {
@@ -143,19 +152,7 @@ impl<'a> DomainXml<'a> {
                 return refuse(format!("it has {what} (<{element}>)"), hint);
             }
         }
-        let os = self.at(&["os"]);
-        let is_uefi = os.is_some_and(|os| {
-            let efi = os.attribute("firmware") == Some("efi");
-            efi || child(os, "loader").is_some() || child(os, "nvram").is_some()
-        });
-        if is_uefi {
-            let hint = "move it with virsh migrate";
-            return refuse(
-                "it has UEFI firmware, whose variables do not move yet",
-                hint,
-            );
-        }
-        Ok(())
+        self.refuse_tpm_of_host()
     }
 
     fn memory_mib(&self) -> Option<u64> {
@@ -385,15 +382,17 @@ impl<'a> DomainXml<'a> {
             };
             let initrd = files.initrd.as_ref();
             for (element, path) in [("kernel", Some(&files.kernel)), ("initrd", initrd)] {
-                let text = self.at(&["os", element]).and_then(|it| it.first_child());
-                let text = text.filter(Node::is_text);
-                if let (Some(text), Some(path)) = (text, path) {
-                    let place = Place {
-                        range: text.range(),
-                        path: text.text().unwrap_or_default(),
-                    };
+                if let (Some(place), Some(path)) = (self.place_at(&["os", element]), path) {
                     changes.extend(change(place, path));
                 }
+            }
+        }
+        if let Some(name) = &guest.firmware {
+            let Some(code) = config.firmware.get(name) else {
+                return unknown("firmware", name);
+            };
+            for (place, path) in self.firmware_places(code, &config.system_firmware) {
+                changes.extend(change(place, path));
             }
         }
         let sources = self
@@ -488,6 +487,8 @@ fn accept(
         && (arrives.machine.as_str(), arrives.vcpus) == (guest.machine.as_str(), guest.vcpus)
         && arrives.memory_mib == guest.memory_mib
         && arrives.kernel == guest.kernel
+        // A definition may leave the choice to libvirt.
+        && (arrives.firmware == guest.firmware || monitor.is_none() && arrives.firmware.is_none())
         && arrives.nics == guest.nics
         && images(&arrives) == images(guest);
     match is_it {

@@ -82,7 +82,10 @@ impl Options {
             address: None,
             calls: None,
         };
-        for pair in arguments.chunks(2) {
+        // UEFI firmware adds a word for the kernel to the end of its command line.
+        let words = arguments.iter().filter(|word| !word.starts_with("initrd="));
+        let words: Vec<&String> = words.collect();
+        for pair in words.chunks(2) {
             let [name, value] = pair else {
                 return Err(format!(
                     "usage: arena [--OPTION VALUE]...; {} has no value",
@@ -91,7 +94,7 @@ impl Options {
             };
             match name.as_str() {
                 "--port" => options.port = Some(PathBuf::from(value)),
-                "--root" => options.root = Some(value.clone()),
+                "--root" => options.root = Some((*value).clone()),
                 "--workloads" => options.workloads = Some(PathBuf::from(value)),
                 "--beat-ms" => options.beat = beat(value)?,
                 "--address" => {

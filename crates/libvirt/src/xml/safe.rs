@@ -2,10 +2,12 @@
 //! would carry out whatever it says, as root: so only what is known to be harmless is taken, and no
 //! path but those of this host's own configuration.
 
+use super::firmware::is_of_libvirt;
 use super::{MONITOR, QEMU_NAMESPACE, XmlError, child, monitor_words, refuse};
 use longhaul_hypervisor::config::HostConfig;
 use roxmltree::{Document, Node};
 use std::collections::BTreeSet;
+use std::path::Path;
 
 /// What a domain may have.
 const PARTS: [&str; 34] = [
@@ -45,7 +47,7 @@ const PARTS: [&str; 34] = [
     "commandline",
 ];
 /// Its devices.
-const DEVICES: [&str; 21] = [
+const DEVICES: [&str; 22] = [
     "audio",
     "channel",
     "console",
@@ -65,6 +67,7 @@ const DEVICES: [&str; 21] = [
     "rng",
     "serial",
     "sound",
+    "tpm",
     "video",
     "watchdog",
 ];
@@ -142,9 +145,16 @@ struct Known<'a> {
     emulators: BTreeSet<&'a str>,
     disks: BTreeSet<&'a str>,
     kernels: BTreeSet<&'a str>,
+    firmware: BTreeSet<&'a str>,
+    config: &'a HostConfig,
 }
 
 impl<'a> Known<'a> {
+    fn are_empty_variables(&self, path: &str) -> bool {
+        let system = &self.config.system_firmware;
+        self.firmware.contains(path) || system.has_variables(Path::new(path))
+    }
+
     fn of(config: &'a HostConfig) -> Self {
         let emulators = config.qemu.emulators.values();
         let emulators = emulators.filter_map(|path| path.to_str()).chain(EMULATORS);
@@ -155,6 +165,12 @@ impl<'a> Known<'a> {
             emulators: emulators.collect(),
             disks: disks.filter_map(|image| image.path.to_str()).collect(),
             kernels: kernels.flatten().filter_map(|path| path.to_str()).collect(),
+            firmware: config
+                .firmware
+                .values()
+                .filter_map(|it| it.to_str())
+                .collect(),
+            config,
         }
     }
 }
@@ -201,6 +217,7 @@ fn devices(devices: Node<'_, '_>, known: &Known<'_>) -> Result<(), XmlError> {
             }
             "channel" | "console" | "parallel" | "redirdev" | "serial" => end(device)?,
             "rng" => rng(device)?,
+            "tpm" => tpm(device, known)?,
             _ => walk(device, known)?,
         }
     }
@@ -272,7 +289,22 @@ fn rng(device: Node<'_, '_>) -> Result<(), XmlError> {
     }
 }
 
-/// Nothing below this names a path, but for a kernel.
+/// A TPM whose state libvirt keeps in its own folder.
+fn tpm(device: Node<'_, '_>, known: &Known<'_>) -> Result<(), XmlError> {
+    let backends = device.children().filter(|it| it.has_tag_name("backend"));
+    let mut backends = backends.map(|backend| backend.attribute("type"));
+    if (backends.next(), backends.next()) != (Some(Some("emulator")), None) {
+        return refused("a TPM that is not one emulator");
+    }
+    let mut parts = device.descendants().filter(Node::is_element);
+    let places = ["source", "device", "encryption"];
+    if parts.any(|part| places.contains(&part.tag_name().name())) {
+        return refused("a TPM with a place of its own");
+    }
+    walk(device, known)
+}
+
+/// Nothing below this names a path, but for a kernel and firmware.
 fn walk(part: Node<'_, '_>, known: &Known<'_>) -> Result<(), XmlError> {
     for node in part.descendants() {
         if node.is_element() {
@@ -283,7 +315,11 @@ fn walk(part: Node<'_, '_>, known: &Known<'_>) -> Result<(), XmlError> {
             if name == "seclabel" && !is_harmless_label(node) {
                 return refused("a security label of its own");
             }
-            attributes(node)?;
+            if name == "nvram" {
+                variables(node, known)?;
+            } else {
+                attributes(node)?;
+            }
         }
         let text = node.text().filter(|_| node.is_text());
         let text = text.unwrap_or_default().trim();
@@ -292,10 +328,39 @@ fn walk(part: Node<'_, '_>, known: &Known<'_>) -> Result<(), XmlError> {
             Some("kernel" | "initrd") => known.kernels.contains(text),
             // A control group.
             Some("partition") => true,
+            Some("loader") => known.firmware.contains(text),
+            Some("nvram") => is_of_libvirt(text),
             _ => false,
         };
-        if text.starts_with('/') && !allowed || matches!(of, Some("loader" | "nvram" | "dtb")) {
+        let is_path = text.starts_with('/') || matches!(of, Some("loader" | "nvram" | "dtb"));
+        if is_path && !text.is_empty() && !allowed {
             return refused(format_args!("the path {text:?}"));
+        }
+    }
+    Ok(())
+}
+
+/// The variables of firmware. Where libvirt has none yet, it copies empty ones.
+fn variables(node: Node<'_, '_>, known: &Known<'_>) -> Result<(), XmlError> {
+    if node.children().any(|it| it.is_element()) {
+        return refused("variables of firmware that are in no file");
+    }
+    for attribute in node.attributes() {
+        let value = attribute.value();
+        match attribute.name() {
+            "format" | "templateFormat" => {}
+            "type" if value == "file" => {}
+            "template" if known.are_empty_variables(value) => {}
+            "template" => {
+                return refuse(
+                    format!("its firmware begins with the variables in {value}"),
+                    format!(
+                        "if that is so at this host too, add to its configuration:\n\
+                         [firmware]\nempty-variables = \"{value}\""
+                    ),
+                );
+            }
+            other => return refused(format_args!("variables of firmware with {other}={value:?}")),
         }
     }
     Ok(())

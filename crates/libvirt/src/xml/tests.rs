@@ -1,4 +1,5 @@
 use super::*;
+use longhaul_hypervisor::firmware::SystemFirmware;
 
 const XML: &str = "\
 <domain type='kvm' id='3'>
@@ -208,10 +209,96 @@ fn another_host_chooses_no_file_and_no_program_here() {
     }
 }
 
+/// A domain with UEFI firmware and a TPM, as libvirt shows it while it runs.
+fn with_uefi(code: &str, variables: &str) -> String {
+    let firmware = format!(
+        "<os>\n    <loader readonly='yes' secure='no' type='pflash'>{code}</loader>\n{variables}"
+    );
+    let tpm = "<devices>\n    <tpm model='tpm-crb'><backend type='emulator' version='2.0'/></tpm>";
+    XML.replace("<os>", &firmware).replace("<devices>", tpm)
+}
+
+/// A host whose descriptors name a firmware in this folder.
+fn with_firmware(config: HostConfig, folder: &Path) -> HostConfig {
+    config.with_system_firmware(SystemFirmware::of([(
+        folder.join("code.fd"),
+        Some(folder.join("vars.fd")),
+    )]))
+}
+
+#[test]
+fn firmware_is_that_of_the_host() {
+    let [here, there] = ["/fw/here", "/fw/there"].map(|it| with_firmware(here(), Path::new(it)));
+    let nvram = |template: &str| {
+        format!("    <nvram template='{template}'>/var/lib/libvirt/qemu/nvram/web.fd</nvram>\n")
+    };
+    let text = with_uefi("/fw/here/code.fd", &nvram("/fw/here/vars.fd"));
+    let xml = DomainXml::read(&text).unwrap();
+    let guest = xml.description(&here).unwrap();
+    assert_eq!(guest.firmware.as_deref(), Some("code.fd"));
+    assert_eq!(xml.for_host(&guest, &here).unwrap(), text);
+    let moved = xml.with_monitor(&guest, &there, "/run/a").unwrap();
+    let expected = with_uefi("/fw/there/code.fd", &nvram("/fw/there/vars.fd"));
+    let (before, behind) = expected.split_once("</domain>").unwrap();
+    assert!(
+        moved.starts_with(before) && moved.ends_with(behind),
+        "{moved}"
+    );
+    // A definition leaves the choice to libvirt.
+    let chosen = XML.replace("<os>", "<os firmware='efi'>");
+    let chosen = DomainXml::read(&chosen).unwrap();
+    assert_eq!(chosen.description(&here).unwrap().firmware, None);
+    chosen.for_host(&guest, &there).unwrap();
+    assert!(chosen.with_monitor(&guest, &there, "/run/a").is_err());
+    // What this host cannot have, and what another host cannot ask for.
+    let unknown = with_uefi("/fw/other.fd", "");
+    let refused = DomainXml::read(&unknown).unwrap().description(&here);
+    assert!(refused.unwrap_err().hint.contains("[firmware]"));
+    // Where this host has no empty variables of its own for the code, it takes none of others'.
+    let text = with_uefi("/fw/here/code.fd", &nvram("/etc/shadow"));
+    let xml = DomainXml::read(&text).unwrap();
+    assert!(!xml.for_host(&guest, &here).unwrap().contains("shadow"));
+    let mut named = here.clone();
+    named.system_firmware = SystemFirmware::default();
+    assert!(xml.for_host(&guest, &named).is_err());
+    for evil in [
+        "    <nvram>/etc/cron.d/a</nvram>\n".to_owned(),
+        "    <nvram>/var/lib/libvirt/qemu/nvram/../../a</nvram>\n".to_owned(),
+        "    <nvram type='block'><source dev='/dev/sda'/></nvram>\n".to_owned(),
+        format!("{}    <nvram>/etc/a</nvram>\n", nvram("/fw/here/vars.fd")),
+        format!("{}    <loader>/etc/a</loader>\n", nvram("/fw/here/vars.fd")),
+    ] {
+        let text = with_uefi("/fw/here/code.fd", &evil);
+        let xml = DomainXml::read(&text).unwrap();
+        assert!(xml.for_host(&guest, &here).is_err(), "{evil}");
+    }
+    for evil in [
+        "<tpm><backend type='emulator'><source type='dir' path='/etc'/></backend></tpm>",
+        "<tpm><backend type='external'><source type='unix' path='/run/a'/></backend></tpm>",
+        "<tpm><backend type='emulator'/><backend type='emulator'/></tpm>",
+        "<tpm><backend type='emulator' debug='/etc/a'/></tpm>",
+    ] {
+        let text = XML.replace("<devices>", &format!("<devices>{evil}"));
+        let xml = DomainXml::read(&text).unwrap();
+        let guest = GuestDescription {
+            firmware: None,
+            ..guest.clone()
+        };
+        assert!(xml.for_host(&guest, &here).is_err(), "{evil}");
+    }
+}
+
 #[test]
 fn what_would_stay_behind_is_refused() {
     for (element, why) in [
-        ("<tpm model='tpm-crb'/>", "a TPM"),
+        (
+            "<tpm model='tpm-crb'><backend type='passthrough'/></tpm>",
+            "a TPM of type",
+        ),
+        (
+            "<tpm><backend type='emulator'><encryption secret='a'/></backend></tpm>",
+            "encrypted",
+        ),
         ("<hostdev mode='subsystem'/>", "of the host"),
         ("<filesystem type='mount'/>", "a folder"),
     ] {
@@ -219,9 +306,6 @@ fn what_would_stay_behind_is_refused() {
         let refused = DomainXml::read(&text).unwrap().description(&here());
         assert!(refused.unwrap_err().text.contains(why));
     }
-    let text = XML.replace("<os>", "<os firmware='efi'>");
-    let refused = DomainXml::read(&text).unwrap().description(&here());
-    assert!(refused.unwrap_err().text.contains("UEFI"));
     for text in ["", "<domain>", "<network/>", "<!DOCTYPE a><domain/>"] {
         assert!(DomainXml::read(text).is_err(), "{text}");
     }

@@ -12,6 +12,7 @@ use longhaul_hypervisor::config::{
     AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, LibvirtConfig, Network,
     QemuConfig, RealmNetworks,
 };
+use longhaul_hypervisor::firmware::SystemFirmware;
 use longhaul_image::store::{Place, PlaceError};
 use longhaul_protocol::units::parse_bit_rate;
 use longhaul_transport::PathTo;
@@ -296,17 +297,21 @@ impl Config {
             limits: Limits::new(&document.limits, &document.hosts)?,
             bandwidth_bps: document.bandwidth.as_deref().map(bandwidth).transpose()?,
             encoding: document.encoding,
-            hypervisor: Arc::new(HostConfig {
-                state: document.state,
-                qemu: document.qemu.unwrap_or_else(default_qemu),
-                libvirt: document.libvirt,
-                images: document.images,
-                networks: document.networks,
-                realm_networks: RealmNetworks::default(),
-                firmware: document.firmware,
-                kernels: document.kernels,
-                folders: document.folders,
-            }),
+            hypervisor: Arc::new(
+                HostConfig {
+                    state: document.state,
+                    qemu: document.qemu.unwrap_or_else(default_qemu),
+                    libvirt: document.libvirt,
+                    images: document.images,
+                    networks: document.networks,
+                    realm_networks: RealmNetworks::default(),
+                    firmware: document.firmware,
+                    system_firmware: SystemFirmware::default(),
+                    kernels: document.kernels,
+                    folders: document.folders,
+                }
+                .with_system_firmware(SystemFirmware::of_this_host()),
+            ),
             hooks: document.hooks,
             content: document.content,
             parcel_devices: parcel_devices(document.parcel_devices)?,

@@ -1,0 +1,113 @@
+//! Deaths of agents and daemons.
+
+use crate::stage::{GUEST, LIMIT, Stage};
+use longhaul_lab::libvirt::Release;
+use longhaul_lab::process::wait_until;
+use longhaul_libvirt::domain::DomainState;
+use std::fs;
+
+/// Points at which one of the agents dies.
+const DEATHS: [(usize, &str); 8] = [
+    (0, "source:after-record:began"),
+    (0, "source:before-send:complete"),
+    (0, "source:after-record:released"),
+    (0, "source:after-record:done"),
+    (1, "destination:before-send:accepted"),
+    (1, "destination:after-record:ready"),
+    (1, "destination:after-record:committed"),
+    (1, "destination:before-send:committed"),
+];
+/// Points at which the daemon of one side dies, and comes back.
+const RESTARTS: [(usize, &str); 7] = [
+    (0, "source:after-receipt:launching"),
+    (0, "source:before-send:complete"),
+    (0, "source:after-record:released"),
+    (0, "source:after-receipt:committed"),
+    (1, "destination:before-send:accepted"),
+    (1, "destination:after-record:ready"),
+    (1, "destination:after-record:committed"),
+];
+
+/// Who dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Who {
+    Agent,
+    Daemon,
+}
+
+#[test]
+fn a_domain_survives_the_death_of_either_agent() {
+    survives(Release::Installed, Who::Agent, &DEATHS);
+}
+
+#[test]
+fn a_domain_survives_the_restart_of_either_daemon() {
+    survives(Release::Installed, Who::Daemon, &RESTARTS);
+}
+
+pub(crate) fn survives_on_the_newest() {
+    let agents = [DEATHS[0], DEATHS[2], DEATHS[5], DEATHS[6]];
+    survives(Release::Newest, Who::Agent, &agents);
+    let daemons = [RESTARTS[1], RESTARTS[2], RESTARTS[5], RESTARTS[6]];
+    survives(Release::Newest, Who::Daemon, &daemons);
+}
+
+fn survives(release: Release, who: Who, points: &[(usize, &str)]) {
+    let Some(mut stage) = Stage::build("deaths", release) else {
+        return;
+    };
+    let mut product = stage.start_agents(&[]);
+    stage.start_guest();
+    let held = stage.socket("held");
+    for (side, point) in points.iter().copied() {
+        eprintln!("{who:?}, {point}");
+        let host = &stage.lab.hosts()[side];
+        let armed = match who {
+            Who::Agent => format!("{point}=kill"),
+            Who::Daemon => format!("{point}=hold:{}", held.display()),
+        };
+        let agent = product.agent_mut(side).unwrap();
+        agent.restart_to_fail(host, &armed).unwrap();
+        let moving = product
+            .migrate(0, GUEST, &stage.lab.hosts()[1], &[])
+            .unwrap();
+        let reached = wait_until(LIMIT, || match who {
+            Who::Agent => product.agent_mut(side).unwrap().has_ended(),
+            Who::Daemon => held.exists(),
+        });
+        assert!(reached, "{point}: {}", product.ends_of_logs());
+        match who {
+            Who::Agent => product.agent_mut(side).unwrap().restart(host).unwrap(),
+            Who::Daemon => {
+                stage.daemons[side].restart(host).unwrap();
+                fs::remove_file(&held).unwrap();
+            }
+        }
+        // Where its source has died, nobody reports the end.
+        let _ = moving.finish(LIMIT);
+        // It runs at one host, and is not known at the other.
+        let running = Some(DomainState::Running);
+        let settled = wait_until(LIMIT, || {
+            let states = stage.states();
+            states == [running, None] || states == [None, running]
+        });
+        let logs = product.ends_of_logs();
+        assert!(settled, "{point}: {:?}\n{logs}", stage.states());
+        let at = usize::from(stage.states()[1].is_some());
+        eprintln!("  it runs at host {at}");
+        if at == 1 {
+            stage.hear(1);
+        }
+        stage.arena.forget_beats();
+        stage.arena.wait_for_beat(LIMIT).unwrap();
+        stage.verify();
+        if at == 1 {
+            let back = product.migrate(1, GUEST, &stage.lab.hosts()[0], &[]);
+            let back = back.unwrap().finish(LIMIT).unwrap();
+            let logs = product.ends_of_logs();
+            assert!(back.completed(), "{point}: {}\n{logs}", back.why());
+            stage.hear(0);
+            stage.verify();
+        }
+    }
+}

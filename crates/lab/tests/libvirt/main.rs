@@ -1,0 +1,13 @@
+//! Tests the client of libvirt's protocol with libvirt's own daemons and client. Needs root.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stderr
+)]
+
+mod agents;
+mod deaths;
+mod newest;
+mod phases;
+mod stage;
