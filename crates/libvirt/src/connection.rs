@@ -118,13 +118,15 @@ pub enum LibvirtError {
         /// The types that the daemon offers.
         types: Vec<u32>,
     },
-    /// The connection has ended, so it is not known what became of the call.
+    /// The connection has ended. Of a call that was sent it is not known what became of it.
     #[error("the connection to libvirt on {} ended: {why}", path.display())]
     Closed {
         /// The socket.
         path: PathBuf,
         /// Why it ended.
         why: String,
+        /// Whether the whole call had been sent.
+        sent: bool,
     },
     /// No answer arrived in time, so it is not known what became of the call.
     #[error("libvirt did not answer {procedure} within {} s", waited.as_secs())]
@@ -137,6 +139,9 @@ pub enum LibvirtError {
     /// libvirt refuses.
     #[error(transparent)]
     Refused(#[from] Refusal),
+    /// What the agent notes about a domain cannot be read or written.
+    #[error("the agent's note about the domain: {0}")]
+    Note(String),
     /// An answer is not understood.
     #[error("libvirt's answer to {procedure} is not understood: {why}")]
     Answer {
@@ -148,9 +153,18 @@ pub enum LibvirtError {
 }
 
 impl LibvirtError {
+    pub(crate) fn note(error: io::Error) -> Self {
+        Self::Note(error.to_string())
+    }
+
     /// Returns whether libvirt says that the domain is not there.
     pub fn is_no_domain(&self) -> bool {
         matches!(self, Self::Refused(refusal) if refusal.is_no_domain())
+    }
+
+    /// Returns whether the daemon cannot have carried out the call, since it has not received it.
+    pub fn was_not_sent(&self) -> bool {
+        matches!(self, Self::Closed { sent: false, .. })
     }
 }
 
@@ -337,11 +351,12 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn closed(&self) -> LibvirtError {
+    fn closed(&self, sent: bool) -> LibvirtError {
         let why = self.state().ended.clone();
         LibvirtError::Closed {
             path: self.path.clone(),
             why: why.unwrap_or_else(|| "it was closed here".to_owned()),
+            sent,
         }
     }
 
@@ -357,7 +372,7 @@ impl Shared {
             let mut state = self.state();
             if state.ended.is_some() {
                 drop(state);
-                return Err(self.closed());
+                return Err(self.closed(false));
             }
             if state.pending.len() >= PENDING_MAX {
                 return Err(LibvirtError::Refused(Refusal {
@@ -381,12 +396,12 @@ impl Shared {
         if let Err(error) = self.send(&message) {
             // A part of a frame may have been written, so nothing can follow it.
             self.end(&error.to_string());
-            return Err(self.closed());
+            return Err(self.closed(false));
         }
         let received = receiver.recv_timeout(within);
         self.state().pending.remove(&serial);
         received.map_err(|error| match error {
-            mpsc::RecvTimeoutError::Disconnected => self.closed(),
+            mpsc::RecvTimeoutError::Disconnected => self.closed(true),
             mpsc::RecvTimeoutError::Timeout => LibvirtError::Timeout {
                 procedure: procedure.name,
                 waited: within,

@@ -5,6 +5,7 @@ use crate::xdr::{Reader, Writer, XdrError};
 use std::fmt;
 
 const DOMAIN_DEFINE_XML: Procedure = Procedure::remote(11, "DOMAIN_DEFINE_XML");
+const DOMAIN_CREATE: Procedure = Procedure::remote(9, "DOMAIN_CREATE");
 const DOMAIN_DESTROY: Procedure = Procedure::remote(12, "DOMAIN_DESTROY");
 const DOMAIN_GET_XML_DESC: Procedure = Procedure::remote(14, "DOMAIN_GET_XML_DESC");
 const DOMAIN_GET_AUTOSTART: Procedure = Procedure::remote(15, "DOMAIN_GET_AUTOSTART");
@@ -234,6 +235,14 @@ impl Connection {
         let mut arguments = domain.arguments();
         arguments.u32(u32::from(starts));
         self.run(DOMAIN_SET_AUTOSTART, arguments)
+    }
+
+    /// Starts a domain that is defined.
+    ///
+    /// # Errors
+    /// When libvirt cannot, with its reason.
+    pub fn start(&self, domain: &Domain) -> Result<(), LibvirtError> {
+        self.run(DOMAIN_CREATE, domain.arguments())
     }
 
     /// Returns how many snapshots libvirt knows of a domain.

@@ -1,12 +1,13 @@
 //! libvirt as a manager of guests: a move is a migration of libvirt's, whose phases the two agents
 //! call, each at its own daemon.
 
+mod ends;
 mod handoff;
 mod perform;
 
 use crate::connection::{Connection, LibvirtError, SOCKETS as SOCKETS_OF_DAEMONS, WeakConnection};
-use crate::domain::{Domain, DomainState, PausedFor, Xml};
-use crate::migration::{Cookie as LibvirtCookie, Flags, Outcome};
+use crate::domain::{Domain, DomainState, Xml};
+use crate::migration::{Cookie as LibvirtCookie, Flags};
 use crate::monitor;
 use crate::notes::{Definition, Note, Notes, Role};
 use crate::xml::DomainXml;
@@ -25,7 +26,7 @@ use longhaul_hypervisor::qmp::Qmp;
 use longhaul_hypervisor::starter::Starter;
 use longhaul_protocol::guest::{Managed, Manager};
 use perform::Performer;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Display;
 use std::fs;
 use std::io;
@@ -65,6 +66,10 @@ struct Shared {
     leases: Mutex<HashMap<String, WeakConnection>>,
     /// Those that make a guest migrate, by the guests' names.
     performers: Mutex<HashMap<String, Weak<Performer>>>,
+    /// The guests whose moves are over, and of which something is being ended.
+    settling: Mutex<HashSet<String>>,
+    /// Held while a departure begins, or is undone.
+    departing: Mutex<()>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -240,6 +245,11 @@ impl Libvirt {
         };
         let handoff = Handoff::unpack(&cookie).map_err(|error| unsuitable(&error))?;
         let name = description.name.clone();
+        let left = self.notes.read(&name).map_err(|error| broken(&error))?;
+        if left.is_some_and(|note| note.role == Role::Left) {
+            let why = "it has left this host, and libvirt has not ended it here yet: try again";
+            return Err(unsuitable(&why));
+        }
         let (stream, monitor) = (socket_of(STREAM, &name), socket_of(MONITOR, &name));
         let read = DomainXml::read(&handoff.begun.xml).map_err(|error| unsuitable(&error))?;
         let shown = monitor.display().to_string();
@@ -260,6 +270,8 @@ impl Libvirt {
             generation,
             sender: Some(sender),
             stops: false,
+            autostart_off: None,
+            began_ns: 0,
             definition,
         };
         self.notes
@@ -314,45 +326,6 @@ impl Libvirt {
         if let Err(error) = self.notes.forget(name) {
             tracing::error!(guest = name, %error, "cannot forget a note about it");
         }
-    }
-
-    /// Ends a departed guest's QEMU here, and its definition.
-    async fn end_departed(&self, name: &str) -> Result<(), String> {
-        if let Some(connection) = self.of_lease(name) {
-            let called = name.to_owned();
-            let confirmed = blocking(move || {
-                let Some(domain) = connection.domain(&called)? else {
-                    return Ok(());
-                };
-                connection.confirm(&domain, &LibvirtCookie::default(), Outcome::Moved, FLAGS)
-            });
-            match confirmed.await {
-                Ok(()) => return Ok(()),
-                // Its daemon was restarted, and has forgotten the job.
-                Err(error) => tracing::info!(guest = name, error, "ending it by its name"),
-            }
-        }
-        let uuid = self.notes.read(name).map_err(|error| error.to_string())?;
-        let Some(uuid) = uuid.map(|note| note.uuid) else {
-            return Ok(());
-        };
-        let (manager, called) = (self.clone(), name.to_owned());
-        let ended = blocking(move || {
-            let connection = manager.connect()?.ok_or_else(nobody)?;
-            let domain = connection.domain(&called)?;
-            let Some(domain) = domain.filter(|it| it.uuid_text() == uuid) else {
-                return Ok(());
-            };
-            if domain.id.is_some() {
-                connection.destroy(&domain)?;
-            }
-            match connection.undefine(&domain) {
-                // It was transient, and is gone with its QEMU.
-                Err(error) if error.is_no_domain() => Ok(()),
-                undefined => undefined,
-            }
-        });
-        ended.await
     }
 }
 
@@ -475,6 +448,7 @@ impl GuestManager for Libvirt {
             let connection = lease.and_then(|_| self.of_lease(&name));
             let called = name.clone();
             let manager = self.clone();
+            let monitor = lease.map(|lease| (lease.qmp().clone(), lease.qmp().events()));
             let Commit {
                 generation,
                 runs,
@@ -488,18 +462,23 @@ impl GuestManager for Libvirt {
                 }
             });
             let broke = |error| CommitError::Unknown(format!("a part of the agent broke: {error}"));
-            committed.await.map_err(broke)??;
-            // The guest runs, so what fails from here on is not a part of the move.
-            if let Err(error) = self.define(&name).await {
-                tracing::error!(guest = name, error, "it runs, and is not defined");
+            match (committed.await.map_err(broke)?, monitor) {
+                (Err(CommitError::Unknown(why)), Some(monitor)) => {
+                    self.what_became(&name, monitor, (why, runs)).await?;
+                }
+                (committed, _) => committed?,
             }
+            // The guest runs, so what fails from here on is not a part of the move.
             let noted = self.notes.change(&name, |note| {
                 note.role = Role::Here;
                 note.generation = generation;
-                note.definition = None;
             });
             if let Err(error) = noted {
                 tracing::error!(guest = name, %error, "cannot note the generation");
+            }
+            if let Err(error) = self.define(&name).await {
+                tracing::error!(guest = name, error, "it runs, and is not defined yet");
+                self.settle_one(&name);
             }
             Ok(())
         }
@@ -546,40 +525,14 @@ impl GuestManager for Libvirt {
             let connection = self.of_lease(&name);
             let connection = connection.ok_or_else(|| failed("its lease has ended"))?;
             let (manager, generation) = (self.clone(), guest.generation());
-            let begun = blocking(move || {
-                let domain = connection.domain(&name)?;
-                let Some(domain) = domain else {
-                    return Ok(None);
-                };
-                let note = Note {
-                    uuid: domain.uuid_text(),
-                    role: Role::Departs,
-                    generation,
-                    sender: None,
-                    stops: false,
-                    definition: None,
-                };
-                if let Err(error) = manager.notes.write(&name, &note) {
-                    return Ok(Some(Err(error)));
-                }
-                let is_defined = connection.is_persistent(&domain)?;
-                let handoff = Handoff {
-                    defined: match is_defined {
-                        true => Some(connection.xml(&domain, Xml::Defined)?),
-                        false => None,
-                    },
-                    autostarts: is_defined && connection.autostarts(&domain)?,
-                    begun: connection.begin(&domain, FLAGS)?,
-                };
-                Ok(Some(Ok(handoff)))
-            });
+            let begun = blocking(move || manager.begin_departure(&connection, &name, generation));
             let handoff = match begun.await {
-                Ok(Some(handoff)) => handoff.map_err(failed),
+                Ok(Some(handoff)) => Ok(handoff),
                 Ok(None) => Err(failed("libvirt does not have it any more")),
                 Err(error) => Err(failed(error)),
             };
             if handoff.is_err() {
-                self.forget(guest.name());
+                self.settle_one(guest.name());
             }
             Ok(handoff?.pack())
         }
@@ -597,7 +550,7 @@ impl GuestManager for Libvirt {
             let connection = self.of_lease(name);
             let connection = connection.ok_or_else(|| failed("its lease has ended"))?;
             let socket = self.notes.socket(name).map_err(failed)?;
-            let performer = Arc::new(Performer::new(connection, name, prepared));
+            let performer = Arc::new(Performer::new(self, connection, (name, prepared)));
             let weak = Arc::downgrade(&performer);
             lock(&self.shared.performers).insert(name.to_owned(), weak);
             Ok(Departure {
@@ -631,8 +584,7 @@ impl GuestManager for Libvirt {
         async move {
             let stopped = |error: String| AbortError::Stopped(error);
             let name = guest.name().to_owned();
-            let connection = self.of_lease(&name);
-            let connection = connection.ok_or_else(|| stopped("its lease has ended".to_owned()))?;
+            let leased = self.of_lease(&name);
             let note = self.notes.read(&name).unwrap_or_default();
             let resumes = match stays {
                 Stays::Continued => false,
@@ -640,26 +592,21 @@ impl GuestManager for Libvirt {
                     ran && (stopped || note.is_some_and(|note| note.stops))
                 }
             };
-            let called = name.clone();
-            let ended = blocking(move || {
-                let Some(domain) = connection.domain(&called)? else {
-                    return Ok(());
-                };
-                let cookie = LibvirtCookie::default();
-                // There is no job where a part of the move has ended it.
-                let _ = connection.confirm(&domain, &cookie, Outcome::Cancelled, FLAGS);
-                match connection.state(&domain)? {
-                    DomainState::Paused(PausedFor::Migration | PausedFor::User) if resumes => {
-                        connection.resume(&domain)
-                    }
-                    _ => Ok(()),
-                }
-            });
+            let (manager, called) = (self.clone(), name.clone());
+            let ended = blocking(move || manager.stay(leased, &called, resumes));
             ended.await.map_err(stopped)?;
             self.forget(&name);
             Ok(())
         }
         .boxed()
+    }
+
+    fn unsettled(&self) -> io::Result<Vec<String>> {
+        self.notes.names()
+    }
+
+    fn settle(&self, guest: &str) {
+        self.settle_one(guest);
     }
 
     fn confirm<'a>(
@@ -671,112 +618,19 @@ impl GuestManager for Libvirt {
             let failed = |error: String| stop_error(guest, "ending it", error);
             let note = self.notes.read(guest);
             let note = note.map_err(|error| failed(error.to_string()))?;
-            if note.is_none_or(|note| note.role != Role::Departs) {
+            if note.is_none_or(|note| !matches!(note.role, Role::Departs | Role::Left)) {
                 return Ok(());
             }
-            self.end_departed(guest).await.map_err(failed)?;
+            // From here on nothing of it may be started here.
+            let noted = self.notes.change(guest, |note| note.role = Role::Left);
+            noted.map_err(|error| failed(error.to_string()))?;
+            if let Err(error) = self.end_departed(guest).await {
+                self.settle_one(guest);
+                return Err(failed(error));
+            }
             self.forget(guest);
             Ok(())
         }
         .boxed()
-    }
-}
-
-impl Libvirt {
-    /// Defines an arrived domain that was defined at the source, with the paths of this host.
-    async fn define(&self, name: &str) -> Result<(), String> {
-        let note = self.notes.read(name).map_err(|error| error.to_string())?;
-        let Some(definition) = note.and_then(|note| note.definition) else {
-            // It was transient, and is here.
-            return Ok(());
-        };
-        let (manager, leased) = (self.clone(), self.of_lease(name));
-        blocking(move || {
-            let connection = match leased {
-                Some(connection) => Some(connection),
-                None => manager.connect()?,
-            };
-            let Some(connection) = connection else {
-                return Ok(());
-            };
-            let domain = connection.define(&definition.xml)?;
-            match definition.autostarts {
-                true => connection.set_autostart(&domain, true),
-                false => Ok(()),
-            }
-        })
-        .await
-    }
-
-    /// Gives an arrived guest to this host.
-    fn finish(
-        &self,
-        connection: &Connection,
-        name: &str,
-        cookie: Vec<u8>,
-        runs: bool,
-    ) -> Result<(), CommitError> {
-        // From here on only libvirt knows whether it has run.
-        let noted = self.notes.change(name, |note| note.role = Role::Commits);
-        noted.map_err(|error| CommitError::Refused(error.to_string()))?;
-        let flags = match runs {
-            true => FLAGS,
-            false => FLAGS.with(Flags::PAUSED),
-        };
-        let finished = connection.finish(name, &LibvirtCookie(cookie), flags);
-        let error = match finished {
-            Ok(_) => return Ok(()),
-            Err(error) => error,
-        };
-        // A daemon that refuses has not let it run, and has ended its QEMU.
-        let refuses = matches!(error, LibvirtError::Refused(_));
-        let is_gone = match connection.domain(name) {
-            Ok(domain) => refuses && domain.is_none_or(|domain| domain.id.is_none()),
-            Err(_) => false,
-        };
-        match is_gone {
-            true => Err(CommitError::Refused(error.to_string())),
-            false => Err(CommitError::Unknown(error.to_string())),
-        }
-    }
-
-    /// Lets a guest run that an earlier agent may have committed.
-    fn run_found(&self, name: &str, runs: bool) -> Result<(), LibvirtError> {
-        let Some(connection) = self.connect()? else {
-            return Ok(());
-        };
-        let Some(domain) = connection.domain(name)? else {
-            return Ok(());
-        };
-        match connection.state(&domain)? {
-            DomainState::Paused(_) if runs => connection.resume(&domain),
-            _ => Ok(()),
-        }
-    }
-
-    /// Ends the QEMU of a guest that does not come.
-    fn end_arriving(
-        &self,
-        connection: Option<Connection>,
-        name: &str,
-        uuid: &str,
-    ) -> Result<(), LibvirtError> {
-        if let Some(connection) = connection
-            && connection.finish_cancelled(name, FLAGS).is_ok()
-        {
-            return Ok(());
-        }
-        let Some(connection) = self.connect()? else {
-            return Ok(());
-        };
-        let domain = connection.domain(name)?;
-        let domain = domain.filter(|it| it.uuid_text() == uuid && it.id.is_some());
-        match domain {
-            Some(domain) => match connection.destroy(&domain) {
-                Err(error) if error.is_no_domain() => Ok(()),
-                ended => ended,
-            },
-            None => Ok(()),
-        }
     }
 }

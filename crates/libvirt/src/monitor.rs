@@ -106,6 +106,7 @@ fn broke(connection: &Connection, error: &dyn std::fmt::Display) -> LibvirtError
     LibvirtError::Closed {
         path: connection.path().to_owned(),
         why: error.to_string(),
+        sent: false,
     }
 }
 

@@ -16,6 +16,8 @@ const NOTE_BYTES_MAX: u64 = 4 << 20;
 pub(crate) enum Role {
     /// It is leaving.
     Departs,
+    /// It has left, and what it had here is being ended.
+    Left,
     /// Its QEMU waits for it, and has never run it.
     Arrives,
     /// It has come, and its daemon is being told to run it.
@@ -37,9 +39,27 @@ pub(crate) struct Note {
     /// Whether the move is about to stop it.
     #[serde(default)]
     pub(crate) stops: bool,
+    /// The host's boot in which its move began, if its host would start it by itself, and does not
+    /// while it moves.
+    #[serde(default)]
+    pub(crate) autostart_off: Option<String>,
+    /// When its departure began, in nanoseconds of Unix time.
+    #[serde(default)]
+    pub(crate) began_ns: u64,
     /// How it is to be defined here when it runs.
     #[serde(default)]
     pub(crate) definition: Option<Definition>,
+}
+
+impl Note {
+    /// Returns whether a move that is over has left something undone.
+    pub(crate) fn is_unsettled(&self) -> bool {
+        match self.role {
+            Role::Departs | Role::Left => true,
+            Role::Here => self.definition.is_some(),
+            Role::Arrives | Role::Commits => false,
+        }
+    }
 }
 
 /// A domain's definition for this host.
@@ -78,6 +98,21 @@ impl Notes {
     fn make(&self) -> io::Result<()> {
         let mut folder = DirBuilder::new();
         folder.recursive(true).mode(0o700).create(&self.0)
+    }
+
+    /// Returns the domains about which there are notes.
+    pub(crate) fn names(&self) -> io::Result<Vec<String>> {
+        let entries = match fs::read_dir(&self.0) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            let name = entry?.file_name();
+            let name = name.to_str().and_then(|name| name.strip_suffix(".json"));
+            names.extend(name.map(str::to_owned));
+        }
+        Ok(names)
     }
 
     /// Reads the note about a domain.
@@ -139,6 +174,8 @@ mod tests {
             generation: 3,
             sender: Some(HostId([7; 32])),
             stops: false,
+            autostart_off: None,
+            began_ns: 0,
             definition: None,
         };
         notes.write("web", &note).unwrap();

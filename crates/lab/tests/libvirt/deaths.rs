@@ -58,6 +58,7 @@ fn survives(release: Release, who: Who, points: &[(usize, &str)]) {
     };
     let mut product = stage.start_agents(&[]);
     stage.start_guest();
+    stage.daemons[0].run(&["autostart", GUEST]).unwrap();
     let held = stage.socket("held");
     for (side, point) in points.iter().copied() {
         eprintln!("{who:?}, {point}");
@@ -95,6 +96,13 @@ fn survives(release: Release, who: Who, points: &[(usize, &str)]) {
         assert!(settled, "{point}: {:?}\n{logs}", stage.states());
         let at = usize::from(stage.states()[1].is_some());
         eprintln!("  it runs at host {at}");
+        // It is defined there as it was, and started with that host.
+        let defined = wait_until(LIMIT, || {
+            let info = stage.daemons[at].run(&["dominfo", GUEST]).unwrap();
+            ["Persistent:     yes", "Autostart:      enable"].map(|line| info.contains(line))
+                == [true; 2]
+        });
+        assert!(defined, "{point}: {}", product.ends_of_logs());
         if at == 1 {
             stage.hear(1);
         }
@@ -110,4 +118,42 @@ fn survives(release: Release, who: Who, points: &[(usize, &str)]) {
             stage.verify();
         }
     }
+}
+
+/// While a domain moves, its host does not start it by itself. Where the move ended with the host,
+/// the agent starts it.
+#[test]
+fn a_domain_whose_host_was_started_again_is_started_too() {
+    let Some(mut stage) = Stage::build("boots", Release::Installed) else {
+        return;
+    };
+    let mut product = stage.start_agents(&[]);
+    stage.start_guest();
+    stage.daemons[0].run(&["autostart", GUEST]).unwrap();
+    let host = &stage.lab.hosts()[0];
+    let agent = product.agent_mut(0).unwrap();
+    let point = "source:before-send:complete=kill";
+    agent.restart_to_fail(host, point).unwrap();
+    let moving = product
+        .migrate(0, GUEST, &stage.lab.hosts()[1], &[])
+        .unwrap();
+    let died = wait_until(LIMIT, || product.agent_mut(0).unwrap().has_ended());
+    assert!(died, "{}", product.ends_of_logs());
+    drop(moving);
+    let info = stage.daemons[0].run(&["dominfo", GUEST]).unwrap();
+    assert!(info.contains("Autostart:      disable"), "{info}");
+    // A host that is started again has no QEMU, and another id of its boot.
+    stage.daemons[0].run(&["destroy", GUEST]).unwrap();
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    let note = host.folder().join(format!("state/libvirt/{GUEST}.json"));
+    let text = fs::read_to_string(&note).unwrap();
+    assert!(text.contains(boot.trim()), "{text}");
+    fs::write(&note, text.replace(boot.trim(), "another")).unwrap();
+    product.agent_mut(0).unwrap().restart(host).unwrap();
+    stage.wait_for([Some(DomainState::Running), None]);
+    let enabled = wait_until(LIMIT, || {
+        let info = stage.daemons[0].run(&["dominfo", GUEST]).unwrap();
+        info.contains("Autostart:      enable")
+    });
+    assert!(enabled, "{}", product.ends_of_logs());
 }

@@ -1,6 +1,6 @@
 //! Makes a domain's QEMU migrate: libvirt does, and tells when it is done.
 
-use super::FLAGS;
+use super::{FLAGS, Libvirt, POLL};
 use crate::connection::{Connection, LibvirtError};
 use crate::domain::{DomainState, PausedFor};
 use crate::migration::{Cookie, Outcome};
@@ -19,13 +19,13 @@ const BEGIN_TIMEOUT: Duration = Duration::from_secs(30);
 const END_TIMEOUT: Duration = Duration::from_secs(60);
 /// The time limit for a guest to run again.
 const RESUME_TIMEOUT: Duration = Duration::from_secs(10);
-const POLL: Duration = Duration::from_millis(10);
 
 type Performing = JoinHandle<Result<Cookie, LibvirtError>>;
 
 /// Makes one domain migrate.
 #[derive(Debug)]
 pub(super) struct Performer {
+    manager: Libvirt,
     connection: Connection,
     name: String,
     /// What the destination's daemon has for this one. The daemon of libvirt 9.0 dies without it.
@@ -36,8 +36,13 @@ pub(super) struct Performer {
 }
 
 impl Performer {
-    pub(super) fn new(connection: Connection, name: &str, prepared: Vec<u8>) -> Self {
+    pub(super) fn new(
+        manager: &Libvirt,
+        connection: Connection,
+        (name, prepared): (&str, Vec<u8>),
+    ) -> Self {
         Self {
+            manager: manager.clone(),
             connection,
             name: name.to_owned(),
             prepared: Cookie(prepared),
@@ -71,6 +76,7 @@ impl Performer {
             let no_domain = || LibvirtError::Closed {
                 path: connection.path().to_owned(),
                 why: "the domain is gone".to_owned(),
+                sent: false,
             };
             let domain = connection.domain(&name)?.ok_or_else(no_domain)?;
             if again {
@@ -79,10 +85,15 @@ impl Performer {
             }
             connection.perform(&domain, &prepared, &uri, FLAGS)
         });
+        // Whatever happens from here on, `go_on` waits for its end.
+        let mut kept = self.performing.lock().await;
+        let performing = kept.insert(performing);
         let start = Instant::now();
         while start.elapsed() < BEGIN_TIMEOUT {
             if performing.is_finished() {
-                return match performing.await {
+                let ended = performing.await;
+                *kept = None;
+                return match ended {
                     Ok(Ok(_)) => Err("it ended at once".to_owned()),
                     Ok(Err(error)) => Err(error.to_string()),
                     Err(error) => Err(format!("a part of the agent broke: {error}")),
@@ -91,7 +102,6 @@ impl Performer {
             let status = qmp.query("query-migrate").await;
             let status = status.map_err(|error| error.to_string())?;
             if matches!(status["status"].as_str(), Some("setup" | "active")) {
-                *self.performing.lock().await = Some(performing);
                 return Ok(());
             }
             tokio::time::sleep(POLL).await;
@@ -110,13 +120,16 @@ impl Performer {
         {
             tracing::debug!(guest = self.name, error, "libvirt's migration has ended");
         }
-        let (connection, name) = (self.connection.clone(), self.name.clone());
+        let (leased, name) = (self.connection.clone(), self.name.clone());
+        let manager = self.manager.clone();
         let resumed = spawn_blocking(move || {
+            let connection = manager.connection_of(Some(leased))?;
             let Some(domain) = connection.domain(&name)? else {
                 return Ok(None);
             };
             // Where the stream was refused, there is no job any more.
             let _ = connection.confirm(&domain, &Cookie::default(), Outcome::Cancelled, FLAGS);
+            manager.restore_autostart(&connection, &name)?;
             if how == Continuation::Stopped {
                 return connection.state(&domain).map(Some);
             }
@@ -131,7 +144,11 @@ impl Performer {
                 if !paused || start.elapsed() > RESUME_TIMEOUT {
                     return Ok(Some(state));
                 }
-                connection.resume(&domain)?;
+                match connection.resume(&domain) {
+                    // A daemon that was just started may be at work on it.
+                    Err(error) if start.elapsed() > RESUME_TIMEOUT => return Err(error),
+                    Ok(()) | Err(_) => std::thread::sleep(POLL),
+                }
             }
         });
         match resumed.await {

@@ -307,6 +307,8 @@ pub(crate) async fn time_source<O: SourceOwner>(owner: &mut O) {
 /// Carries out all pending actions of the core.
 pub(crate) async fn drive_source<O: SourceOwner>(owner: &mut O) {
     use source::{Action, Event};
+    let stays = SourceState::Closed { here: true };
+    let stayed = *owner.handover().state() == stays;
     while let Some(action) = owner.handover().core.poll_action() {
         if action == Action::AskRelease {
             owner.handover().look_for_arbiter();
@@ -326,6 +328,10 @@ pub(crate) async fn drive_source<O: SourceOwner>(owner: &mut O) {
         if let Some(event) = event {
             owner.handover().handle(event);
         }
+    }
+    if !stayed && *owner.handover().state() == stays {
+        let ledger = &owner.handover().ledger;
+        ledger.context.parts.guests.settle(&ledger.guest);
     }
 }
 
