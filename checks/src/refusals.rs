@@ -28,7 +28,7 @@ const BASES: &str = "lab/tests/disks/base.rs::\
     a_disk_on_a_base_image_moves_without_it";
 const BRIDGES: &str = "migration/src/companions/bridge_ports.rs::\
     a_bridge_must_be_able_to_do_what_the_port_needs";
-const DOMAINS: &str = "lab/tests/libvirt.rs::\
+const DOMAINS: &str = "lab/tests/libvirt/agents.rs::\
     what_keeps_a_domain_from_moving_is_said_before";
 const IMAGES: &str = "longhaul/tests/refusals.rs::\
     a_plan_shows_what_the_images_of_the_destination_refuse";

@@ -141,15 +141,9 @@ pub trait GuestManager: Send + Sync {
         stays: Stays,
     ) -> BoxFuture<'a, Result<(), AbortError>>;
 
-    /// Returns the guests of which a move has left something undone.
-    fn unsettled(&self) -> io::Result<Vec<String>> {
-        Ok(Vec::new())
-    }
-
-    /// Ends what a move has left undone of a guest, of which no attempt is open: as where the
-    /// attempt was over before the guest was found again, or its QEMU has ended. What cannot be
-    /// ended yet is tried again.
-    fn settle(&self, _guest: &str) {}
+    /// Ends what a move has left undone of a guest that stays, and of which no attempt is open any
+    /// more: as where its QEMU has ended. What cannot be ended yet is tried again.
+    fn settle_guest(&self, _guest: &str) {}
 
     /// Ends the QEMU of a guest that has left, and removes what was made for it. Does nothing if
     /// there is nothing.

@@ -172,14 +172,8 @@ impl GuestManager for Managers {
         self.of(guest).abort_outgoing(guest, lease, stays)
     }
 
-    fn unsettled(&self) -> io::Result<Vec<String>> {
-        let each = self.all().map(GuestManager::unsettled);
-        let all: Vec<_> = each.collect::<io::Result<_>>()?;
-        Ok(all.concat())
-    }
-
-    fn settle(&self, guest: &str) {
-        self.all().for_each(|manager| manager.settle(guest));
+    fn settle_guest(&self, guest: &str) {
+        self.all().for_each(|manager| manager.settle_guest(guest));
     }
 
     fn confirm<'a>(

@@ -42,6 +42,28 @@ pub struct Account {
     pub gid: Gid,
 }
 
+impl Account {
+    /// Returns the account that a process runs under. The owner of its folder in `/proc` is another
+    /// one where the process has changed its account, as libvirt's QEMUs do.
+    pub fn of_process(pid: i32) -> io::Result<Self> {
+        let path = format!("/proc/{pid}/status");
+        let status = std::fs::read_to_string(&path)?;
+        // The real id, the effective one, and two others.
+        let effective = |field: &str| -> io::Result<u32> {
+            let lines = status.lines().filter_map(|line| line.strip_prefix(field));
+            let ids = lines.flat_map(str::split_whitespace);
+            let id = ids.map(str::parse).nth(1).and_then(Result::ok);
+            id.ok_or_else(|| io::Error::other(format!("{path} has no line {field}")))
+        };
+        let uid = effective("Uid:")?;
+        Ok(Self {
+            name: uid.to_string(),
+            uid: Uid::from_raw(uid),
+            gid: Gid::from_raw(effective("Gid:")?),
+        })
+    }
+}
+
 impl ProcessId {
     /// Returns the process with this number, unless it has ended.
     pub fn of(pid: i32) -> io::Result<Option<Self>> {

@@ -26,7 +26,7 @@ use longhaul_hypervisor::qmp::Qmp;
 use longhaul_hypervisor::starter::Starter;
 use longhaul_protocol::guest::{Managed, Manager};
 use perform::Performer;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt::Display;
 use std::fs;
 use std::io;
@@ -601,11 +601,20 @@ impl GuestManager for Libvirt {
         .boxed()
     }
 
-    fn unsettled(&self) -> io::Result<Vec<String>> {
-        self.notes.names()
+    fn settle<'a>(&'a self, moving: &'a BTreeSet<String>) -> BoxFuture<'a, ()> {
+        async move {
+            match self.notes.names() {
+                Ok(names) => {
+                    let over = names.iter().filter(|name| !moving.contains(*name));
+                    over.for_each(|name| self.settle_one(name));
+                }
+                Err(error) => tracing::error!(%error, "the notes about domains cannot be read"),
+            }
+        }
+        .boxed()
     }
 
-    fn settle(&self, guest: &str) {
+    fn settle_guest(&self, guest: &str) {
         self.settle_one(guest);
     }
 

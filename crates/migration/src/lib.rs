@@ -202,14 +202,6 @@ impl Manager {
                     "nothing was changed: repair what the message names, and start the agent again",
                 )
             })?;
-        let unsettled = context.parts.guests.unsettled();
-        let unsettled =
-            unsettled.map_err(|error| cannot("read what moves have left of guests", &error))?;
-        // An open attempt ends by itself what it has begun.
-        let over = unsettled
-            .iter()
-            .filter(|it| context.registry.taken(it).is_none());
-        over.for_each(|guest| context.parts.guests.settle(guest));
         residue::sweep(&context, residues);
         let notes = disks::tracked_writes::frozen_notes(&context.parts.config.state);
         tokio::spawn(async move {

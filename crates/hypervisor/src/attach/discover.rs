@@ -7,13 +7,13 @@ use crate::config::HostConfig;
 use crate::folder::GuestFolder;
 use crate::guest::{Found, find_all};
 use crate::observe::Blocker;
+use crate::process::Account;
 use crate::qmp::{Qmp, QmpError};
 use crate::starter::Starter;
-use nix::unistd::{Uid, User};
+use nix::unistd::User;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::time::timeout;
@@ -146,8 +146,8 @@ async fn look(pid: i32, config: &HostConfig, known: &BTreeMap<i32, Owner>) -> Op
             }
         }
     };
-    let user = fs::metadata(format!("/proc/{pid}")).ok()?.uid();
-    let named = User::from_uid(Uid::from_raw(user)).ok().flatten();
+    let user = Account::of_process(pid).ok()?.uid;
+    let named = User::from_uid(user).ok().flatten();
     let mut sockets: Vec<ControlSocket> = paths
         .into_iter()
         .map(|path| {

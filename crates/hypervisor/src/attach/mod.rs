@@ -43,7 +43,6 @@ use cards::Wires;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use names::Names;
-use nix::unistd::{Gid, Uid};
 use options::CommandLine;
 use std::collections::BTreeMap;
 use std::fs;
@@ -164,7 +163,7 @@ impl Candidate {
 
     fn write(&self, folder: &GuestFolder, record: &Record) -> Result<(), AttachGuestError> {
         let (name, pid) = (&self.name, self.pid);
-        let account = account(pid).map_err(host(name, "finding its user"))?;
+        let account = Account::of_process(pid).map_err(host(name, "finding its user"))?;
         folder
             .create(Some(&account))
             .map_err(host(name, "making its folder"))?;
@@ -282,16 +281,6 @@ impl Attach<'_> {
         };
         Ok((Qmp::over(stream, path, COMMAND_TIMEOUT).await?, pid))
     }
-}
-
-/// Returns the account that a process runs under.
-fn account(pid: i32) -> io::Result<Account> {
-    let process = fs::metadata(format!("/proc/{pid}"))?;
-    Ok(Account {
-        name: process.uid().to_string(),
-        uid: Uid::from_raw(process.uid()),
-        gid: Gid::from_raw(process.gid()),
-    })
 }
 
 /// Inspects a guest without changing it. A running job of its QEMU is a reason too.

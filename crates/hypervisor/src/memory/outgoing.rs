@@ -10,6 +10,7 @@ use super::guest_memory::{AccessError, GuestMemory};
 use super::reader::{End, Goal, ReadError, Reader, Shared};
 use super::sampler::start_of_last_non_zero;
 use super::source::{Before, Continuation, SourceError};
+use crate::process::Account;
 use crate::qmp::{Qmp, QmpError, Version};
 use longhaul_protocol::BlockRange;
 use longhaul_qemu_stream::Prelude;
@@ -578,14 +579,12 @@ async fn open(
 
 /// Returns a socket that only this QEMU's account can connect to.
 fn listen(path: &Path, pid: i32) -> std::io::Result<tokio::net::UnixListener> {
-    use std::os::unix::fs::MetadataExt;
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
     let listener = tokio::net::UnixListener::bind(path)?;
-    let qemu = std::fs::metadata(format!("/proc/{pid}"))?;
-    give(path, qemu.uid())?;
+    give(path, Account::of_process(pid)?.uid.as_raw())?;
     Ok(listener)
 }
 

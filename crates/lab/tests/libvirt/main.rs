@@ -9,5 +9,6 @@
 mod agents;
 mod deaths;
 mod newest;
+mod people;
 mod phases;
 mod stage;

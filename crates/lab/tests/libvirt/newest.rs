@@ -9,11 +9,6 @@ fn phases_move_a_domain_there_and_back() {
 }
 
 #[test]
-fn agents_move_a_domain_there_and_back() {
-    agents::domains_move_there_and_back(Release::Newest);
-}
-
-#[test]
 fn agents_move_a_domain_with_all_that_it_has() {
     agents::everything_moves_there_and_back(Release::Newest);
 }

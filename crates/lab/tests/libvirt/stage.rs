@@ -60,11 +60,16 @@ impl Stage {
 
     /// Starts an agent on each host.
     pub(crate) fn start_agents(&mut self, disks: &[LocalDisk]) -> Product {
+        let tables = [0, 1].map(|host| self.tables(host, disks));
+        self.start_agents_with(&tables)
+    }
+
+    /// Starts an agent on each host, with this configuration of it.
+    pub(crate) fn start_agents_with(&mut self, tables: &[toml::Table; 2]) -> Product {
         let settings = Settings {
             qemus: vec![self.release.qemu().to_owned()],
             accelerator: "tcg".to_owned(),
         };
-        let tables: Vec<toml::Table> = [0, 1].map(|host| self.tables(host, disks)).into();
         let files = self.files(0);
         let each = |host: usize| tables[host].clone();
         let mut product = Product::start_each_with(&mut self.lab, &files, &settings, each).unwrap();

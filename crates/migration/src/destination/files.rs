@@ -524,9 +524,9 @@ impl Found {
                 return Ok(());
             }
         }
-        // QEMU has read and closed the file, or it was identified by its content: it must be
-        // unchanged.
-        match Which::of(&now()?) == Which::of(about) {
+        // QEMU has read and closed the file, or it was identified by its content: it must not have
+        // been written.
+        match Which::of(&now()?).is_unwritten(&Which::of(about)) {
             true => Ok(()),
             false => Err(exchanged()),
         }

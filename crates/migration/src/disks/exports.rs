@@ -14,7 +14,7 @@ use longhaul_engine::handover::{Record, Side};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::disk::{self, DiskNodes, Front, InsertError, RemoveError};
 use longhaul_hypervisor::helper::Helper;
-use longhaul_hypervisor::process::ProcessId;
+use longhaul_hypervisor::process::{Account, ProcessId};
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::{MigrationId, RegionId};
@@ -28,7 +28,6 @@ use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -293,7 +292,7 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
     }
     export_notes::remove_unnoted(&folder)?;
     let pid = guest.pid().unwrap_or_default();
-    let uid = fs::metadata(format!("/proc/{pid}"))?.uid();
+    let uid = Account::of_process(pid)?.uid.as_raw();
     let ours = nix::unistd::geteuid().as_raw();
     let export = random_name()?;
     let note = Note {

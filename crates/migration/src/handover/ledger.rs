@@ -331,7 +331,7 @@ pub(crate) async fn drive_source<O: SourceOwner>(owner: &mut O) {
     }
     if !stayed && *owner.handover().state() == stays {
         let ledger = &owner.handover().ledger;
-        ledger.context.parts.guests.settle(&ledger.guest);
+        ledger.context.parts.guests.settle_guest(&ledger.guest);
     }
 }
 

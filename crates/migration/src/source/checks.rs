@@ -9,7 +9,7 @@ use crate::status::failure;
 use longhaul_api::{ApiError, Check, DiskChoice, ErrorCode};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::attach::look_again;
-use longhaul_hypervisor::memory::GuestMemory;
+use longhaul_hypervisor::memory::{AttachError, GuestMemory};
 use longhaul_hypervisor::observe::{self, Blocker};
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::disk::OfferedDisk;
@@ -177,7 +177,11 @@ async fn memory(guest: &Guest, qmp: &Qmp) -> Option<ApiError> {
         return Some(qemu(&"it has no process"));
     };
     let error = GuestMemory::attach(qmp, pid).await.err()?;
-    let hint = "the agent must be allowed to read the memory of QEMU (CAP_SYS_PTRACE)";
+    let hint = match error {
+        // QEMU knows it once the guest's firmware has placed it.
+        AttachError::TooLarge { .. } => "let the guest boot, and try again",
+        _ => "the agent must be allowed to read the memory of QEMU (CAP_SYS_PTRACE)",
+    };
     Some(qemu(&error).hint(hint))
 }
 

@@ -146,7 +146,7 @@ impl Preparing {
         match prepared {
             Ok((task, session)) => SourceAttempt::new(task, session).run().await,
             Err(mut error) => {
-                source.parts.guests.settle(&about.guest);
+                source.parts.guests.settle_guest(&about.guest);
                 source.companions(&about).finished(true).await;
                 error.state_of_guest.get_or_insert(state);
                 let outcome = failure::outcome(&error);

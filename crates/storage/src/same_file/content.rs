@@ -38,6 +38,16 @@ impl Which {
         }
     }
 
+    /// Returns whether it is the same file with the same content, though its owner or its mode may
+    /// have changed: libvirt gives files to QEMU's account.
+    pub fn is_unwritten(&self, before: &Self) -> bool {
+        let ignoring = |which: &Self| Self {
+            changed: (0, 0),
+            ..*which
+        };
+        ignoring(self) == ignoring(before)
+    }
+
     /// Returns whether its times would show the next change.
     fn has_settled(&self) -> bool {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
