@@ -138,6 +138,15 @@ impl Proxmox {
         self.folder.join("bin")
     }
 
+    /// Makes a folder below `/etc/pve`.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn make_folder(&self, name: &str) -> Result<(), LabError> {
+        let path = self.folder.join("etc").join(name);
+        fs::create_dir_all(&path).during(|| format!("make {}", path.display()))
+    }
+
     /// Writes a file below `/etc/pve`.
     ///
     /// # Errors

@@ -480,6 +480,20 @@ fn a_failed_move_leaves_the_guest_as_it_was() {
             stage.nodes[host].remove(fails).unwrap();
         }
     }
+    // Within a cluster Proxmox VE moves its guests itself.
+    let node = "nodes/other/qemu-server";
+    let of_another_node = format!("{node}/{ID}.conf");
+    stage.nodes[1].make_folder(node).unwrap();
+    let file = format!("name: {GUEST}\nlock: migrate\n");
+    stage.nodes[1].write(&of_another_node, &file).unwrap();
+    let to = &stage.lab.hosts()[1];
+    let finished = product.migrate(0, GUEST, to, &[]).unwrap();
+    let finished = finished.finish(LIMIT).unwrap();
+    assert!(!finished.completed());
+    assert!(finished.why().contains("qm migrate"), "{}", finished.why());
+    let as_before = wait_until(LIMIT, || stage.config(0, ID) == config);
+    assert!(as_before, "{}", stage.config(0, ID));
+    stage.nodes[1].remove(&of_another_node).unwrap();
     // A paused guest arrives paused.
     stage.qm(0, &["suspend", "100"]).unwrap();
     let to = &stage.lab.hosts()[1];

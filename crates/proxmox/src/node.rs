@@ -201,6 +201,23 @@ pub fn is_taken(id: VmId) -> io::Result<bool> {
     Ok(false)
 }
 
+/// Returns the files of guests with this number at other nodes of this node's cluster.
+///
+/// # Errors
+/// When the nodes cannot be read.
+pub fn elsewhere(id: VmId) -> io::Result<Vec<String>> {
+    let own = name()?;
+    let mut files = Vec::new();
+    for node in fs::read_dir(Path::new(ETC).join("nodes"))? {
+        let node = node?;
+        if node.file_name().to_str() != Some(&own) {
+            let file = node.path().join(format!("qemu-server/{id}.conf"));
+            files.extend(read(&file)?);
+        }
+    }
+    Ok(files)
+}
+
 /// Returns the storages of the cluster.
 ///
 /// # Errors

@@ -212,8 +212,13 @@ fn ids() -> Vec<u32> {
 }
 
 fn next_id() -> Done {
-    let ids = ids();
-    let next = (100..).find(|id| !ids.contains(id)).unwrap_or(100);
+    let nodes = fs::read_dir(Path::new(ETC).join("nodes")).map_err(io("read the nodes"))?;
+    let nodes: Vec<PathBuf> = nodes.flatten().map(|node| node.path()).collect();
+    let is_taken = |id: &u32| {
+        let file = format!("qemu-server/{id}.conf");
+        nodes.iter().any(|node| node.join(&file).exists())
+    };
+    let next = (100..).find(|id| !is_taken(id)).unwrap_or(100);
     print(&format!("\"{next}\""))
 }
 

@@ -26,6 +26,8 @@ use tokio::task::block_in_place;
 /// The largest number of volumes of one guest in a folder that are looked at for a free name.
 const VOLUMES_MAX: u32 = 1000;
 
+const SAME_CLUSTER: &str = "it is a guest of this node's own cluster, which moves it itself";
+
 /// Where a guest would arrive.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Expected {
@@ -128,6 +130,10 @@ impl Proxmox {
         let moves = |note: &Note| !matches!(note.role, Role::Left | Role::Here);
         if is_here.is_some() || note.as_ref().is_some_and(moves) {
             return Ok(None);
+        }
+        if is_of_this_cluster(wanted, &guest.name).map_err(failed)? {
+            let hint = format!("on its node: qm migrate {wanted} NODE --online");
+            return Err((SAME_CLUSTER.to_owned(), hint));
         }
         self.check_bridges(&bridges)?;
         let id = self.free_id(wanted, note.as_ref())?;
@@ -265,6 +271,10 @@ impl Proxmox {
         }
         let handoff = Handoff::unpack(&cookie).map_err(|error| unsuitable(&error))?;
         let name = description.name.clone();
+        let same = block_in_place(|| is_of_this_cluster(handoff.vmid, &name));
+        if same.map_err(|error| broken(&error))? {
+            return Err(unsuitable(&SAME_CLUSTER));
+        }
         let left = self.notes.read(&name).map_err(|error| broken(&error))?;
         let expected = lock(&self.shared.expected).get(&name).cloned();
         let expected = match expected {
@@ -567,6 +577,13 @@ impl Proxmox {
         self.config.named.forget_images(note.volumes.keys());
         Ok(())
     }
+}
+
+/// Returns whether a guest is one of another node of this node's cluster.
+fn is_of_this_cluster(id: VmId, name: &str) -> io::Result<bool> {
+    let files = node::elsewhere(id)?;
+    let mut configs = files.iter().filter_map(|file| GuestConfig::read(file).ok());
+    Ok(configs.any(|config| config.get("name") == Some(name)))
 }
 
 /// Returns whether the file of a guest that has left is still here, locked.
