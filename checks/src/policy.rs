@@ -13,7 +13,7 @@ pub const CORES: [&str; 8] = [
 ];
 
 /// The dependencies allowed for each package of the workspace (without those of its tests).
-pub const DIRECTION: [(&str, &[&str]); 29] = [
+pub const DIRECTION: [(&str, &[&str]); 30] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
@@ -28,6 +28,10 @@ pub const DIRECTION: [(&str, &[&str]); 29] = [
     ("longhaul-hypervisor", &CORES),
     (
         "longhaul-libvirt",
+        &["longhaul-protocol", "longhaul-hypervisor"],
+    ),
+    (
+        "longhaul-proxmox",
         &["longhaul-protocol", "longhaul-hypervisor"],
     ),
     ("longhaul-storage", &CORES),
@@ -58,6 +62,7 @@ pub const DIRECTION: [(&str, &[&str]); 29] = [
             "longhaul-attempt",
             "longhaul-hypervisor",
             "longhaul-libvirt",
+            "longhaul-proxmox",
             "longhaul-storage",
             "longhaul-image",
             "longhaul-parcel",

@@ -192,7 +192,7 @@ impl Prober {
             no_kvm,
             memory: memory(&self.config)?,
             huge_pages: huge_pages::free()?,
-            images: self.config.images.keys().cloned().collect(),
+            images: self.config.all_images().into_keys().collect(),
             networks: self.config.all_networks().into_keys().collect(),
             user_networks: user_networks(&self.config),
             firmware: self.config.firmware.keys().cloned().collect(),

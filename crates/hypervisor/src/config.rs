@@ -5,6 +5,7 @@
 
 use crate::description::is_name;
 use crate::firmware::SystemFirmware;
+pub use crate::managed::{NamedByManagers, ProxmoxConfig};
 use longhaul_protocol::port::{MTU_MAX, MTU_MIN, Port, VLAN_MAX};
 use longhaul_protocol::units::parse_bytes;
 use serde::{Deserialize, Deserializer, Serialize, de};
@@ -29,6 +30,12 @@ pub struct HostConfig {
     /// libvirt on this host.
     #[serde(default)]
     pub libvirt: LibvirtConfig,
+    /// Proxmox VE on this host.
+    #[serde(default)]
+    pub proxmox: ProxmoxConfig,
+    /// What the managers of guests have named. It is no part of the document.
+    #[serde(skip)]
+    pub named: NamedByManagers,
     /// Disk images by name.
     #[serde(default)]
     pub images: BTreeMap<String, Image>,
@@ -400,10 +407,24 @@ impl HostConfig {
         self
     }
 
+    /// Returns an image of this host: one of the document, or one that a manager has named.
+    pub fn image(&self, name: &str) -> Option<Image> {
+        let named = || self.named.images().remove(name);
+        self.images.get(name).cloned().or_else(named)
+    }
+
+    /// Returns all images of this host, by name.
+    pub fn all_images(&self) -> BTreeMap<String, Image> {
+        let mut images = self.named.images();
+        images.extend(self.images.clone());
+        images
+    }
+
     /// Returns the networks of this host, by name: those of the document, and those of the realm
-    /// that have other names.
+    /// and of the managers of guests that have other names.
     pub fn all_networks(&self) -> BTreeMap<String, Network> {
-        let mut networks = self.realm_networks.all();
+        let mut networks = self.named.networks();
+        networks.extend(self.realm_networks.all());
         networks.extend(self.networks.clone());
         networks
     }

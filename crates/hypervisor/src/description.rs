@@ -155,6 +155,11 @@ pub fn check_name(text: &str) -> Result<(), DescriptionError> {
     name("name", text, GUEST_NAME_BYTES_MAX)
 }
 
+/// Returns whether this is the versioned type of a PC.
+pub fn is_machine(machine: &str) -> bool {
+    Chipset::of(machine).is_some()
+}
+
 fn machine(machine: &str) -> Result<(), DescriptionError> {
     if Chipset::of(machine).is_some() {
         return Ok(());

@@ -26,6 +26,7 @@ pub mod held_frames;
 pub mod helper;
 pub mod launch;
 pub mod launcher;
+pub mod managed;
 pub mod manager;
 pub mod managers;
 pub mod memory;

@@ -24,7 +24,8 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use longhaul_protocol::HostId;
 use longhaul_protocol::guest::{GuestDescription, Managed, Manager};
-use std::collections::BTreeMap;
+use longhaul_protocol::message::Check;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -63,6 +64,13 @@ pub trait GuestManager: Send + Sync {
         guest: &'a Guest,
         within: Duration,
     ) -> BoxFuture<'a, Result<Lease, ManagerError>>;
+
+    /// Learns what the names stand for here that the manager at the source has given to a guest's
+    /// images and networks, before this host is asked whether it has them. Returns what a plan
+    /// says about it. Changes nothing on the host.
+    fn expect(&self, _guest: &GuestDescription) -> Vec<Check> {
+        Vec::new()
+    }
 
     /// Launches the QEMU of a guest that arrives. It is paused, and takes no stream yet. After an
     /// error nothing of it remains, except where the error says so. The launch is completed even if
@@ -132,6 +140,12 @@ pub trait GuestManager: Send + Sync {
     /// Notes whether a move is about to stop a departing guest. The note survives the agent. It
     /// need not survive the host: neither does the guest.
     fn note_stop(&self, guest: &Guest, stops: bool) -> io::Result<()>;
+
+    /// Undoes what an earlier agent has begun and did not live to record: no attempt of these
+    /// guests is known but of those in `moving`. Called once, when an agent starts.
+    fn settle<'a>(&'a self, _moving: &'a BTreeSet<String>) -> BoxFuture<'a, ()> {
+        async {}.boxed()
+    }
 
     /// Restores a guest that does not leave to its state before the move.
     fn abort_outgoing<'a>(
@@ -220,6 +234,8 @@ pub enum Owner {
     Attached,
     /// libvirt.
     Libvirt,
+    /// Proxmox VE.
+    Proxmox,
 }
 
 impl Owner {
@@ -228,6 +244,7 @@ impl Owner {
         match self {
             Self::Longhaul | Self::Attached => None,
             Self::Libvirt => Some(Manager::Libvirt),
+            Self::Proxmox => Some(Manager::Proxmox),
         }
     }
 }

@@ -9,7 +9,9 @@ use crate::manager::{
 use crate::starter::Starter;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use longhaul_protocol::guest::Manager;
+use longhaul_protocol::guest::{GuestDescription, Manager};
+use longhaul_protocol::message::Check;
+use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -84,6 +86,12 @@ impl GuestManager for Managers {
         within: Duration,
     ) -> BoxFuture<'a, Result<Lease, ManagerError>> {
         self.of(guest).lease(guest, within)
+    }
+
+    fn expect(&self, guest: &GuestDescription) -> Vec<Check> {
+        self.all()
+            .flat_map(|manager| manager.expect(guest))
+            .collect()
     }
 
     fn launch_incoming(
@@ -161,6 +169,15 @@ impl GuestManager for Managers {
 
     fn note_stop(&self, guest: &Guest, stops: bool) -> io::Result<()> {
         self.of(guest).note_stop(guest, stops)
+    }
+
+    fn settle<'a>(&'a self, moving: &'a BTreeSet<String>) -> BoxFuture<'a, ()> {
+        async move {
+            for manager in self.all() {
+                manager.settle(moving).await;
+            }
+        }
+        .boxed()
     }
 
     fn abort_outgoing<'a>(

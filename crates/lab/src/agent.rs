@@ -15,6 +15,7 @@ use crate::error::{During, LabError};
 use crate::installed::{self, QEMU_VERSIONS};
 use crate::lab::{Host, Lab};
 use crate::process::{self, own_binary, wait_until};
+use crate::proxmox::{Proxmox, entered};
 
 /// The UDP port on which agents listen for each other.
 pub const AGENT_PORT: u16 = 7400;
@@ -34,6 +35,14 @@ pub struct Agent {
     log: PathBuf,
     process: Child,
     own_sysfs: bool,
+    node: Option<Node>,
+}
+
+/// The mounts and commands of a node of Proxmox VE's stand-in.
+#[derive(Debug, Clone)]
+struct Node {
+    mounts: Vec<(PathBuf, PathBuf)>,
+    commands: PathBuf,
 }
 
 /// The fields of `longhaul host --json` that the laboratory needs.
@@ -58,7 +67,7 @@ impl Agent {
         let log = host.folder().join("agent.log");
         let text = configuration(host, &api, more)?;
         fs::write(&config, text).during(|| format!("write {}", config.display()))?;
-        let process = start_process(host, &config, &log, "", own_sysfs)?;
+        let process = start_process(host, (&config, &log), "", (own_sysfs, None))?;
         let mut agent = Self {
             name: host.name().to_owned(),
             api,
@@ -66,6 +75,7 @@ impl Agent {
             log,
             process,
             own_sysfs,
+            node: None,
         };
         agent.wait_until_it_answers()?;
         Ok(agent)
@@ -136,8 +146,9 @@ impl Agent {
     /// When it does not come up; the error names its log.
     pub fn restart_to_fail(&mut self, host: &Host, fail_points: &str) -> Result<(), LabError> {
         self.kill()?;
-        let (config, log) = (&self.config, &self.log);
-        self.process = start_process(host, config, log, fail_points, self.own_sysfs)?;
+        let files = (&*self.config, &*self.log);
+        let sees = (self.own_sysfs, self.node.as_ref());
+        self.process = start_process(host, files, fail_points, sees)?;
         self.wait_until_it_answers()
     }
 
@@ -145,6 +156,14 @@ impl Agent {
     /// its own.
     pub fn see_interfaces(&mut self) {
         self.own_sysfs = true;
+    }
+
+    /// Lets it be on a node of Proxmox VE's stand-in from its next start on.
+    pub fn enter(&mut self, node: &Proxmox) {
+        self.node = Some(Node {
+            mounts: node.mounts(),
+            commands: node.commands(),
+        });
     }
 
     /// Returns whether its process has ended.
@@ -324,10 +343,9 @@ fn configuration(host: &Host, api: &Path, more: &toml::Table) -> Result<String, 
 /// laboratory.
 fn start_process(
     host: &Host,
-    config: &Path,
-    log: &Path,
+    (config, log): (&Path, &Path),
     fail_points: &str,
-    own_sysfs: bool,
+    (own_sysfs, node): (bool, Option<&Node>),
 ) -> Result<Child, LabError> {
     let output = File::options()
         .create(true)
@@ -338,16 +356,16 @@ fn start_process(
         .try_clone()
         .during(|| format!("open {}", log.display()))?;
     let program = own_binary("longhaul")?;
-    let mut command = match own_sysfs {
-        true => {
-            let mut command = Command::new("ip");
-            let namespace = host.namespace().name();
-            // It becomes the program in a mount namespace with the /sys of the network namespace.
-            command.args(["netns", "exec", namespace]).arg(program);
-            command
-        }
-        false => Command::new(program),
+    let mut command = match node {
+        Some(node) => entered(&node.mounts, &node.commands),
+        // It becomes the program.
+        None => Command::new("env"),
     };
+    if own_sysfs {
+        // In a mount namespace with the /sys of the network namespace.
+        command.args(["ip", "netns", "exec", host.namespace().name()]);
+    }
+    command.arg(program);
     command.arg("agent").arg("--config").arg(config);
     command.stdin(Stdio::null()).stdout(output).stderr(errors);
     command.process_group(0);

@@ -21,6 +21,7 @@ pub mod netns;
 pub mod peer;
 pub mod process;
 pub mod product;
+pub mod proxmox;
 pub mod realm;
 pub mod registry;
 pub mod tap;

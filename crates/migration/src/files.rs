@@ -36,18 +36,20 @@ pub(crate) fn of_guest(
     let mut places = Vec::new();
     let stays = |file: &Staying| {
         // A file of the firmware's variables that no other host sees moves along.
-        let image = config.images.get(&file.name);
+        let image = config.image(&file.name);
         guest.variables() != Some(&file.name) || !image.is_some_and(|image| image.local)
     };
     for staying in staying(guest).into_iter().filter(stays) {
         let kernel = || config.kernels.get(&staying.name);
-        let image = || config.images.get(&staying.name);
+        let image = config.image(&staying.name);
+        let image = image.filter(|_| staying.kind == FileKind::Image);
         let path = match staying.kind {
-            FileKind::Image => image().map(|image| &image.path),
+            FileKind::Image => image.as_ref().map(|image| &image.path),
             FileKind::Firmware => config.firmware.get(&staying.name),
             FileKind::Kernel => kernel().map(|files| &files.kernel),
             FileKind::Initrd | FileKind::Backing(_) => None,
         };
+        let path = path.cloned();
         let initrd = kernel().filter(|_| staying.kind == FileKind::Kernel);
         let initrd = initrd.and_then(|files| files.initrd.clone());
         let initrd = initrd.map(|path| Place {
@@ -59,7 +61,6 @@ pub(crate) fn of_guest(
             format: None,
             is_overlay: false,
         });
-        let image = image().filter(|_| staying.kind == FileKind::Image);
         let format = image.map(|image| match image.format {
             ImageFormat::Raw => "raw".to_owned(),
             ImageFormat::Qcow2 => "qcow2".to_owned(),
@@ -67,7 +68,7 @@ pub(crate) fn of_guest(
         let disk = guest.disk_of(&staying.name);
         let disk = disk.filter(|_| staying.kind == FileKind::Image);
         let is_overlay = disk.is_some_and(|disk| guest.backing(&disk.name).is_some());
-        places.push(match path.cloned() {
+        places.push(match path {
             Some(path) => Ok(Place {
                 staying,
                 path,

@@ -23,6 +23,7 @@ use crate::source::Source;
 use crate::source::recovered::RecoveredSource;
 use longhaul_engine::handover::{Record, Side};
 use longhaul_storage::{Holder, Journal, JournalError, file_name};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Continues every attempt that has a journal, or holds its guest if the journal cannot be used.
@@ -43,12 +44,19 @@ pub(crate) async fn take_up(
             Err(error) => return Err(error),
         }
     }
+    // An unusable journal may be of any guest.
+    let mut settles = unusable.is_empty();
     let mut unnamed = Vec::new();
     for (migration, error) in unusable {
         let folder = context.parts.config.state.join("journal");
         let path = folder.join(file_name(migration));
         let error = held.hold(migration, &path, error);
         unnamed.extend(error.map(|error| (migration, error)));
+    }
+    settles &= unnamed.is_empty();
+    let moving: BTreeSet<String> = all.iter().map(|left| left.guest.clone()).collect();
+    if settles {
+        context.parts.guests.settle(&moving).await;
     }
     let is_held = |left: &mut AttemptRecord| held.is_named(&left.guest);
     for left in all.extract_if(.., is_held).collect::<Vec<_>>() {

@@ -172,12 +172,15 @@ pub struct Nic {
 pub enum Manager {
     /// libvirt.
     Libvirt,
+    /// Proxmox VE.
+    Proxmox,
 }
 
 impl std::fmt::Display for Manager {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Libvirt => "libvirt",
+            Self::Proxmox => "Proxmox VE",
         })
     }
 }

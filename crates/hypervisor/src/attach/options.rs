@@ -477,7 +477,9 @@ fn manager(words: &[String]) -> Option<Blocker> {
         text: "Proxmox VE manages this guest: it uses QEMU's control socket, and would start the \
                guest again from its own configuration"
             .to_owned(),
-        hint: "move it with qm migrate; Longhaul does not work with Proxmox VE yet".to_owned(),
+        hint: "it needs no attaching: `longhaul guests` lists it where Proxmox VE is installed \
+               (docs/proxmox.md)"
+            .to_owned(),
     })
 }
 

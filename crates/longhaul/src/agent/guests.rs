@@ -369,9 +369,12 @@ impl Guests {
             Known::Described(description) => {
                 (described(description, GuestState::Stopped), None, None)
             }
-            Known::Foreign { name, why, .. } => {
+            Known::Foreign { name, by, why } => {
                 let mut guest = empty(name, GuestState::Running);
-                guest.owner = GuestOwner::Libvirt;
+                guest.owner = match by {
+                    guest::Manager::Libvirt => GuestOwner::Libvirt,
+                    guest::Manager::Proxmox => GuestOwner::Proxmox,
+                };
                 guest.obstacle = Some(why.clone());
                 (guest, None, None)
             }
@@ -390,6 +393,7 @@ impl Guests {
                 Owner::Longhaul => GuestOwner::Longhaul,
                 Owner::Attached => GuestOwner::Attached,
                 Owner::Libvirt => GuestOwner::Libvirt,
+                Owner::Proxmox => GuestOwner::Proxmox,
             };
             guest.pid = found.pid().and_then(|pid| u32::try_from(pid).ok());
             let channels = found.channels().iter();
@@ -632,6 +636,7 @@ fn foreign(name: &str, by: guest::Manager) -> ApiError {
     let error = ApiError::new(ErrorCode::Refused, format!("{name} is a guest of {by}"));
     error.hint(match by {
         guest::Manager::Libvirt => format!("virsh start {name}, virsh shutdown {name}"),
+        guest::Manager::Proxmox => "qm list, qm start VMID, qm shutdown VMID".to_owned(),
     })
 }
 

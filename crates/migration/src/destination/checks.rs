@@ -64,10 +64,14 @@ impl Destination {
             text,
             hint,
         };
-        let mut checks = match self.parts.prober.capabilities().await {
+        let mut checks = block_in_place(|| self.parts.guests.expect(guest));
+        if checks.iter().any(|check| check.verdict == Verdict::Refused) {
+            return Answer { host, checks };
+        }
+        checks.extend(match self.parts.prober.capabilities().await {
             Ok(capabilities) => can_run(&host, guest, Some(machine), &capabilities),
             Err(error) => vec![refused(format!("{host}: {error}"), None)],
-        };
+        });
         if let Err(error) = self.parts.config.hypervisor.qemu.check_user() {
             let text = format!("{host} cannot run {}: {error}", guest.name);
             checks.push(refused(text, Some(RunsAsRoot::HINT.to_owned())));

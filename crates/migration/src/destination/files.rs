@@ -260,11 +260,9 @@ impl Question<'_> {
         // Storage that hangs blocks only worker threads of the peer that asks.
         let worker = context.allowances.worker(peer).await;
         let staying = &place.staying;
-        let images = &context.parts.config.hypervisor.images;
-        let image = images
-            .get(&staying.name)
-            .filter(|_| staying.kind == FileKind::Image);
-        let word = image.and_then(|image| image.same_file_as.as_ref());
+        let image = context.parts.config.hypervisor.image(&staying.name);
+        let image = image.filter(|_| staying.kind == FileKind::Image);
+        let word = image.and_then(|image| image.same_file_as);
         let word = word.is_some_and(|word| word.is(&peer.name, &claim.path));
         let (contents, said) = (context.contents.clone(), claim.path.clone());
         let claim = claim.clone();

@@ -176,8 +176,7 @@ pub(crate) fn look_for_room(
         )));
     };
     let of = format!("disk {name}");
-    let images = &context.parts.config.hypervisor.images;
-    if let Some(image) = images.get(&described.image)
+    if let Some(image) = context.parts.config.hypervisor.image(&described.image)
         && is_volume(&image.path)
     {
         let here = &context.parts.config.name;
@@ -186,7 +185,7 @@ pub(crate) fn look_for_room(
             let text = format!("{here} is not done yet with the volume of {of}");
             return Err(refused(text, format!("on {here}: wait a moment")));
         }
-        let image = (described.image.as_str(), image);
+        let image = (described.image.as_str(), &image);
         return volumes::look(context, &guest.name, image, &of).map(Room::Volume);
     }
     free_path(context, &described.image, &of).map(Room::File)
@@ -198,11 +197,11 @@ pub(crate) fn free_path(context: &Context, image: &str, of: &str) -> Result<Path
     let config = &context.parts.config;
     let here = &config.name;
     // Unknown names are also refused by the check of the whole description.
-    let Some(known) = config.hypervisor.images.get(image) else {
+    let Some(known) = config.hypervisor.image(image) else {
         let text = format!("{here} does not know the image {image}");
         return Err(refused(text, "name it under [images] in its configuration"));
     };
-    let path = known.path.clone();
+    let path = known.path;
     // The refusal does not show paths of this host to the peer.
     let refusal = |what: &str, hint: &str| {
         let text = format!("{here} {what} the image {image} of {of}");
@@ -221,11 +220,19 @@ pub(crate) fn free_path(context: &Context, image: &str, of: &str) -> Result<Path
              a path for a file",
         ));
     }
-    if !path.parent().is_some_and(Path::is_dir) {
-        let hint = "make the folder of its path, or name it elsewhere";
-        return Err(refusal("has no folder for", hint));
-    }
-    if let Err(unwritable) = writable::check(&path) {
+    // A manager's folder for a guest's volumes is made with the first of them.
+    let by_manager = !config.hypervisor.images.contains_key(image);
+    let folder = path.parent();
+    let above = folder.filter(|_| by_manager).and_then(Path::parent);
+    let place = match folder.is_some_and(Path::is_dir) {
+        true => &path,
+        false if above.is_some_and(Path::is_dir) => folder.unwrap_or(&path),
+        false => {
+            let hint = "make the folder of its path, or name it elsewhere";
+            return Err(refusal("has no folder for", hint));
+        }
+    };
+    if let Err(unwritable) = writable::check(place) {
         tracing::warn!(hint = unwritable.hint, "{}", unwritable.text);
         let hint = "longhaul doctor says what the agent's unit lacks (ReadWritePaths=)";
         return Err(refusal("may not write in the folder of", hint));
@@ -289,9 +296,9 @@ fn place(
     let here = &context.parts.config.name;
     let room = look_for_room(context, guest, &disk.name)?;
     let described = guest.disks.iter().find(|one| one.name == disk.name);
-    let images = &context.parts.config.hypervisor.images;
-    let image = described.and_then(|described| images.get(&described.image));
-    if image.is_some_and(|image| !has_format(image, &disk.format)) {
+    let config = &context.parts.config.hypervisor;
+    let image = described.and_then(|described| config.image(&described.image));
+    if image.is_some_and(|image| !has_format(&image, &disk.format)) {
         let text = format!(
             "{here} has another format for disk {} than it has now",
             disk.name
@@ -360,7 +367,11 @@ pub(crate) fn is_too_little(free: u64, needed: u64) -> bool {
 /// Checks that the file systems have the space that the disks use at the source.
 fn enough_room(here: &str, places: &[Place]) -> Result<(), Refusal> {
     let folder = |place: &Place| match &place.room {
-        Room::File(path) => path.parent().map(Path::to_owned),
+        // The folder itself may not be made yet.
+        Room::File(path) => {
+            let mut above = path.ancestors().skip(1);
+            above.find(|it| it.is_dir()).map(Path::to_owned)
+        }
         Room::Volume(_) => None,
     };
     for place in places {
@@ -451,6 +462,12 @@ pub(crate) fn make(
     };
     let new = places.iter().filter_map(|place| new(place).transpose());
     let new: Vec<NewImage> = new.collect::<io::Result<_>>()?;
+    for folder in new.iter().filter_map(|image| image.path.parent()) {
+        match fs::create_dir(folder) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+    }
     create(context, offer, None, &new)?;
     let open = |place: &Place| {
         let disk = match &place.room {

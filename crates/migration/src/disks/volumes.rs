@@ -430,7 +430,7 @@ pub fn sizes(
 ) -> Result<BTreeMap<String, u64>, ApiError> {
     let mut sizes = BTreeMap::new();
     for disk in guest.disks.iter().filter(|disk| disk.is_local()) {
-        let image = config.images.get(&disk.image);
+        let image = config.image(&disk.image);
         let Some(image) = image.filter(|it| it.format == ImageFormat::Raw && is_volume(&it.path))
         else {
             continue;
@@ -457,7 +457,7 @@ pub fn sizes(
 pub(crate) fn may_use(context: &Context, guest: &GuestDescription) -> Result<(), ApiError> {
     let config = &context.parts.config;
     let images = guest.written_images();
-    let images = images.filter_map(|name| config.hypervisor.images.get(name));
+    let images = images.filter_map(|name| config.hypervisor.image(name));
     for image in images.filter(|image| is_volume(&image.path)) {
         let found = identity_of(&image.path).and_then(|(disk, identity)| {
             let Some(note) = of(&config.state, &identity)? else {

@@ -14,7 +14,7 @@ use crate::status::registry::Taken;
 use longhaul_api::{ApiError, Check, ErrorCode};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::config::HostConfig;
-use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::guest::{GuestDescription, Manager};
 use longhaul_storage::disk::is_volume;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,10 +23,10 @@ use std::path::{Path, PathBuf};
 pub(crate) fn disks(config: &HostConfig, guest: &GuestDescription) -> Vec<PathBuf> {
     guest
         .written_images()
-        .filter_map(|name| config.images.get(name))
+        .filter_map(|name| config.image(name))
         .map(|image| match is_volume(&image.path) {
             // What the links to volumes lead to differs from boot to boot.
-            true => image.path.clone(),
+            true => image.path,
             false => found(&image.path),
         })
         .collect()
@@ -91,7 +91,12 @@ impl Context {
         let name = guest.name();
         let hint = "docs/operating.md, \"Fencing\", says what a hook must do";
         if let Some(by) = guest.owner().manager() {
-            let text = format!("{by} forgets {name} here when it has moved");
+            let text = match by {
+                Manager::Libvirt => format!("{by} forgets {name} here when it has moved"),
+                Manager::Proxmox => {
+                    format!("{by} keeps {name} stopped and locked here when it has moved")
+                }
+            };
             return Check::ok("fencing", text);
         }
         let starter = match self.parts.guests.starter(guest) {

@@ -86,7 +86,7 @@ pub fn for_launch(
     let bases = of_host(&config.state);
     let mut found = BTreeMap::new();
     for disk in guest.disks.iter().filter(|disk| disk.is_local()) {
-        let image = config.images.get(&disk.image);
+        let image = config.image(&disk.image);
         let Some(image) = image.filter(|image| image.format == ImageFormat::Qcow2) else {
             continue;
         };

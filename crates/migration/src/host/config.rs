@@ -9,8 +9,8 @@ use crate::host::peer_limits::{HostTable, Limits, LimitsTable};
 use crate::host::start_error::StartError;
 use longhaul_api::Encoding;
 use longhaul_hypervisor::config::{
-    AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, LibvirtConfig, Network,
-    QemuConfig, RealmNetworks,
+    AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, LibvirtConfig, NamedByManagers,
+    Network, ProxmoxConfig, QemuConfig, RealmNetworks,
 };
 use longhaul_hypervisor::firmware::SystemFirmware;
 use longhaul_image::store::{Place, PlaceError};
@@ -100,6 +100,8 @@ struct Document {
     qemu: Option<QemuConfig>,
     #[serde(default)]
     libvirt: LibvirtConfig,
+    #[serde(default)]
+    proxmox: ProxmoxConfig,
     #[serde(default)]
     images: BTreeMap<String, Image>,
     #[serde(default)]
@@ -302,6 +304,8 @@ impl Config {
                     state: document.state,
                     qemu: document.qemu.unwrap_or_else(default_qemu),
                     libvirt: document.libvirt,
+                    proxmox: document.proxmox,
+                    named: NamedByManagers::default(),
                     images: document.images,
                     networks: document.networks,
                     realm_networks: RealmNetworks::default(),

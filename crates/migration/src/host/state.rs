@@ -10,6 +10,7 @@ use longhaul_hypervisor::manager::GuestManager;
 use longhaul_hypervisor::managers::Managers;
 use longhaul_libvirt::manager::Libvirt;
 use longhaul_protocol::guest::Manager;
+use longhaul_proxmox::manager::Proxmox;
 use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_transport::{Identity, TRUST_FILE, TrustStore};
 use nix::fcntl::{Flock, FlockArg};
@@ -35,7 +36,7 @@ pub struct Parts {
     pub prober: Prober,
     /// The launcher of its guests.
     pub launcher: Launcher,
-    /// The managers of the guests that migrate: the launcher, and libvirt.
+    /// The managers of the guests that migrate: the launcher, libvirt, and Proxmox VE.
     pub guests: Arc<dyn GuestManager>,
     /// The networks of this host's realm.
     pub networks: longhaul_network::networks::Slot,
@@ -63,6 +64,10 @@ impl Parts {
             let socket = hypervisor.libvirt.socket.clone();
             let libvirt = Libvirt::new(hypervisor, socket);
             others.push((Manager::Libvirt, Arc::new(libvirt)));
+        }
+        if config.hypervisor.proxmox.enabled {
+            let proxmox = Proxmox::new(config.hypervisor.clone());
+            others.push((Manager::Proxmox, Arc::new(proxmox)));
         }
         let managers = Managers::new(launcher.clone(), others);
         let held = Held::start(config.content.as_ref(), &config.state, &config.hypervisor)?;

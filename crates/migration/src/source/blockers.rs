@@ -29,7 +29,7 @@ pub(crate) async fn find(
             .to_owned(),
     }
     }));
-    let images = &context.parts.config.hypervisor.images;
+    let images = context.parts.config.hypervisor.all_images();
     let pid = guest.pid().unwrap_or(-1);
     let description = guest.description();
     // Backing files have a check of their own.

@@ -99,7 +99,7 @@ impl Known {
         if choice == DiskChoice::Shared {
             return known;
         }
-        let images = &context.parts.config.hypervisor.images;
+        let images = context.parts.config.hypervisor.all_images();
         for disk in guest.disks.iter().filter(|disk| disk.is_local()) {
             // An image that is not known is refused by its name.
             let Some(image) = images.get(&disk.image) else {
@@ -296,7 +296,7 @@ fn open(
     })?;
     known.check(name)?;
     let (format, size, base) = match image.format {
-        ImageFormat::Raw => (DiskFormat::Raw, raw_size(described, image, known), None),
+        ImageFormat::Raw => (DiskFormat::Raw, raw_size(described, &image, known), None),
         ImageFormat::Qcow2 => {
             let growing = qcow2::look(name, &image.path)?;
             let unknown = Err("what it stands on in its QEMU is not known".to_owned());
@@ -305,8 +305,8 @@ fn open(
             let config = &context.parts.config;
             let base = match guest.backing(name) {
                 Some(_) => {
-                    let images = &config.hypervisor.images;
-                    backing_files::check(images, guest, described, says, seen)?;
+                    let images = config.hypervisor.all_images();
+                    backing_files::check(&images, guest, described, says, seen)?;
                     None
                 }
                 None => base_images::look(&config.state, name, says, seen)?,
@@ -321,7 +321,7 @@ fn open(
     Ok(LocalDisk {
         why,
         usually_written,
-        ..local_disk((described, image), region, (content, strategy), known.pid)?
+        ..local_disk((described, &image), region, (content, strategy), known.pid)?
     })
 }
 
@@ -345,7 +345,7 @@ fn open_read_only(
     let disk = RawDisk::open_to_read(&image.path)
         .map_err(|error| refused(format!("disk {name}: {error}")))?;
     let content = ((disk, format, None), Strategy::PRECOPY);
-    local_disk((described, image), region, content, known.pid)
+    local_disk((described, &image), region, content, known.pid)
 }
 
 fn refused(text: String) -> ApiError {
@@ -353,9 +353,9 @@ fn refused(text: String) -> ApiError {
 }
 
 /// Returns the image of a disk on this host.
-fn image_of<'a>(context: &'a Context, described: &Described) -> Result<&'a Image, ApiError> {
-    let images = &context.parts.config.hypervisor.images;
-    images.get(&described.image).ok_or_else(|| {
+fn image_of(context: &Context, described: &Described) -> Result<Image, ApiError> {
+    let image = context.parts.config.hypervisor.image(&described.image);
+    image.ok_or_else(|| {
         let text = format!(
             "this host does not know the image {} any more",
             described.image

@@ -1,0 +1,774 @@
+//! A guest that arrives: its file is made here, and `qm start --stateuri` starts its QEMU.
+
+use super::departure::LOCK;
+use super::{CHANGE_TIMEOUT, Handoff, Proxmox, RUN_TIMEOUT, START_TIMEOUT, lock};
+use crate::accept;
+use crate::config::GuestConfig;
+use crate::device::{Card, Content, Drive, is_card, is_drive};
+use crate::names::{self, VmId, VolumeName, vmid};
+use crate::node;
+use crate::notes::{Note, Role, Volume, write_whole};
+use crate::storage::Storages;
+use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::manager::{
+    Commit, CommitError, Cookie, Found, IncomingGuest, LaunchIncomingError, Launched, Lease,
+};
+use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_protocol::guest::{Disk, GuestDescription, Managed};
+use longhaul_protocol::message::{Check, Verdict};
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::path::Path;
+use tokio::task::block_in_place;
+
+/// The largest number of volumes of one guest in a folder that are looked at for a free name.
+const VOLUMES_MAX: u32 = 1000;
+
+const SAME_CLUSTER: &str = "it is a guest of this node's own cluster, which moves it itself";
+
+/// Where a guest would arrive.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Expected {
+    id: VmId,
+    /// The storages and the volumes' names in them, by the names under which the agents speak of
+    /// them.
+    volumes: BTreeMap<String, (String, String)>,
+    /// Their paths.
+    places: BTreeMap<String, Volume>,
+}
+
+fn text(error: impl Display) -> String {
+    error.to_string()
+}
+
+fn refused(text: String, hint: String) -> Check {
+    Check {
+        verdict: Verdict::Refused,
+        text,
+        hint: Some(hint),
+    }
+}
+
+/// Returns why a path of this host cannot be used, without its name for the peer.
+type Expecting = Result<Option<(Expected, VmId)>, (String, String)>;
+
+impl Proxmox {
+    /// Learns where the volumes and cards of a guest would be here.
+    pub(super) fn expect_guest(&self, guest: &GuestDescription) -> Vec<Check> {
+        match self.places_for(guest) {
+            Ok(None) => Vec::new(),
+            Ok(Some((expected, wanted))) => {
+                let id = expected.id;
+                for (name, volume) in &expected.places {
+                    self.config.named.set_image(name, volume.image());
+                }
+                for nic in &guest.nics {
+                    if let Some(bridge) = names::bridge_of(&nic.network) {
+                        let own = self.bridge_for(bridge);
+                        self.config.named.set_bridge(&nic.network, own);
+                    }
+                }
+                lock(&self.shared.expected).insert(guest.name.clone(), expected);
+                let text = match id == wanted {
+                    true => format!("{} keeps its number: VM {id}", guest.name),
+                    false => format!(
+                        "VM {wanted} is another guest here: {} becomes VM {id}",
+                        guest.name
+                    ),
+                };
+                vec![Check {
+                    verdict: Verdict::Fine,
+                    text,
+                    hint: None,
+                }]
+            }
+            Err((text, hint)) => vec![refused(text, hint)],
+        }
+    }
+
+    fn bridge_for<'a>(&'a self, bridge: &'a str) -> &'a str {
+        let mapped = self.config.proxmox.bridges.get(bridge);
+        mapped.map_or(bridge, String::as_str)
+    }
+
+    /// Returns where a guest of Proxmox VE would be here, and the number that it has at its
+    /// source; `None` where it is none, or its places are settled.
+    fn places_for(&self, guest: &GuestDescription) -> Expecting {
+        let failed = |error: io::Error| {
+            let hint = "see the agent's log there".to_owned();
+            (format!("Proxmox VE's files cannot be read: {error}"), hint)
+        };
+        let volumes = guest.disks.iter();
+        let volumes: Vec<(&Disk, VolumeName)> = volumes
+            .filter_map(|disk| Some((disk, VolumeName::read(&disk.image)?)))
+            .collect();
+        let bridges = guest.nics.iter();
+        let bridges: Vec<&str> = bridges
+            .filter_map(|nic| names::bridge_of(&nic.network))
+            .collect();
+        let Some(wanted) = volumes.first().map(|(_, name)| name.id) else {
+            self.check_bridges(&bridges)?;
+            for bridge in bridges {
+                let name = names::network_of(bridge);
+                self.config.named.set_bridge(&name, self.bridge_for(bridge));
+            }
+            return Ok(None);
+        };
+        if !node::is_there() {
+            return Err((
+                "this host is no node of Proxmox VE, which manages the guest".to_owned(),
+                "choose a destination with Proxmox VE".to_owned(),
+            ));
+        }
+        let note = self.notes.read(&guest.name).map_err(failed)?;
+        let is_here = match &note {
+            Some(note) if note.role == Role::Here => node::running(note.id).map_err(failed)?,
+            _ => None,
+        };
+        let moves = |note: &Note| !matches!(note.role, Role::Left | Role::Here);
+        if is_here.is_some() || note.as_ref().is_some_and(moves) {
+            return Ok(None);
+        }
+        if is_of_this_cluster(wanted, &guest.name).map_err(failed)? {
+            let hint = format!("on its node: qm migrate {wanted} NODE --online");
+            return Err((SAME_CLUSTER.to_owned(), hint));
+        }
+        self.check_bridges(&bridges)?;
+        let id = self.free_id(wanted, note.as_ref())?;
+        let storages = node::storages().map_err(failed)?;
+        let name = node::name().map_err(failed)?;
+        let mut expected = Expected {
+            id,
+            ..Expected::default()
+        };
+        for (disk, volume) in volumes {
+            // Of those that the guest cannot write, only that of cloud-init moves.
+            let wanted = (&volume, id, disk.read_only);
+            let (storage, file, place) = self.place(wanted, &storages, (&name, &expected))?;
+            let image = &disk.image;
+            expected.volumes.insert(image.clone(), (storage, file));
+            expected.places.insert(image.clone(), place);
+        }
+        Ok(Some((expected, wanted)))
+    }
+
+    fn check_bridges(&self, bridges: &[&str]) -> Result<(), (String, String)> {
+        for bridge in bridges {
+            let own = self.bridge_for(bridge);
+            let there = names::is_bridge(own) && Path::new("/sys/class/net").join(own).exists();
+            if !there {
+                return Err((
+                    format!("it has no bridge {own}, for cards on {bridge}"),
+                    format!("in the configuration there: [proxmox.bridges] {bridge} = \"BRIDGE\""),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns a number for an arriving guest: the one that it had here before it left, otherwise
+    /// the one that it has, if that is free.
+    fn free_id(&self, wanted: VmId, left: Option<&Note>) -> Result<VmId, (String, String)> {
+        let failed = |error: &dyn Display| {
+            let hint = "pvesh get /cluster/nextid".to_owned();
+            (format!("no number is free for it: {error}"), hint)
+        };
+        let is_taken = |id: VmId| node::is_taken(id).map_err(|error| failed(&error));
+        let left = left.filter(|note| note.role == Role::Left && is_left(note.id));
+        if let Some(note) = left {
+            return Ok(note.id);
+        }
+        if !is_taken(wanted)? {
+            return Ok(wanted);
+        }
+        let asked = block_in_place(|| {
+            let arguments = ["get", "/cluster/nextid", "--output-format", "json"];
+            let asking = node::run("pvesh", &arguments, CHANGE_TIMEOUT);
+            tokio::runtime::Handle::current().block_on(asking)
+        });
+        let said = asked.map_err(|error| failed(&error))?;
+        let next = vmid(said.trim().trim_matches('"'));
+        next.ok_or_else(|| failed(&format!("pvesh says {said:?}")))
+    }
+
+    /// Returns the place of a volume here: its storage, its name there, and its path.
+    fn place(
+        &self,
+        (volume, id, is_cloud_init): (&VolumeName, VmId, bool),
+        storages: &Storages,
+        (node, expected): (&str, &Expected),
+    ) -> Result<(String, String, Volume), (String, String)> {
+        let from = &volume.storage;
+        let own = self.config.proxmox.storages.get(from).unwrap_or(from);
+        let hint = || {
+            let fit = storages.all().filter(|it| it.refuses(node).is_none());
+            let fit: Vec<&str> = fit.map(|it| it.id.as_str()).collect();
+            format!(
+                "in the configuration there: [proxmox.storages] {from:?} = \"STORAGE\" (there are: \
+                 {})",
+                fit.join(", ")
+            )
+        };
+        let Some(storage) = storages.get(own) else {
+            let text = format!("it has no storage {own}, for volumes of {from}");
+            return Err((text, hint()));
+        };
+        if let Some(why) = storage.refuses(node) {
+            return Err((format!("{why} (for volumes of {from})"), hint()));
+        }
+        let ending = names::ending(volume.format);
+        let format = volume.format;
+        if is_cloud_init {
+            // Proxmox VE knows it by its name.
+            let file = format!("{id}/vm-{id}-cloudinit.{ending}");
+            if let Some(path) = storage.path(&file) {
+                return Ok((own.clone(), file, Volume { path, format }));
+            }
+        }
+        let free = (0..VOLUMES_MAX).find_map(|number| {
+            let stem = format!("vm-{id}-disk-{number}");
+            let file = format!("{id}/{stem}.{ending}");
+            let path = storage.path(&file)?;
+            // No volume of another format has the number.
+            let formats = ["raw", "qcow2", "vmdk"].map(|ending| format!("{id}/{stem}.{ending}"));
+            let is_free = formats.iter().all(|file| {
+                let path = storage.path(file);
+                let named = (own.clone(), file.clone());
+                path.is_none_or(|path| fs::symlink_metadata(path).is_err())
+                    && !expected.volumes.values().any(|it| *it == named)
+            });
+            is_free.then_some((file, path))
+        });
+        let Some((file, path)) = free else {
+            return Err((
+                format!("storage {own} has no free name for a volume"),
+                hint(),
+            ));
+        };
+        Ok((own.clone(), file, Volume { path, format }))
+    }
+
+    pub(super) async fn launch(
+        self,
+        incoming: IncomingGuest,
+    ) -> Result<Launched, LaunchIncomingError> {
+        let unsuitable = |error: &dyn Display| LaunchIncomingError::Unsuitable(error.to_string());
+        let broken = |error: &dyn Display| LaunchIncomingError::Failed(error.to_string());
+        let IncomingGuest {
+            description,
+            generation,
+            sender,
+            managed,
+            ..
+        } = incoming;
+        let Some(Managed { cookie, .. }) = managed else {
+            return Err(unsuitable(&"it is no guest of Proxmox VE"));
+        };
+        if !node::is_there() {
+            return Err(unsuitable(&"this host is no node of Proxmox VE"));
+        }
+        let handoff = Handoff::unpack(&cookie).map_err(|error| unsuitable(&error))?;
+        let name = description.name.clone();
+        let same = block_in_place(|| is_of_this_cluster(handoff.vmid, &name));
+        if same.map_err(|error| broken(&error))? {
+            return Err(unsuitable(&SAME_CLUSTER));
+        }
+        let left = self.notes.read(&name).map_err(|error| broken(&error))?;
+        let expected = lock(&self.shared.expected).get(&name).cloned();
+        let expected = match expected {
+            Some(expected) => expected,
+            // It has no volumes.
+            None => Expected {
+                id: block_in_place(|| self.free_id(handoff.vmid, left.as_ref()))
+                    .map_err(|(error, _)| unsuitable(&error))?,
+                ..Expected::default()
+            },
+        };
+        let config = self.config_for(&handoff, &description, &expected);
+        let config = config.map_err(|error| unsuitable(&error))?;
+        let id = expected.id;
+        let before = match left.filter(|note| note.id == id && note.role == Role::Left) {
+            Some(_) => node::read(&node::config_path(id)).map_err(|error| broken(&error))?,
+            None => None,
+        };
+        let note = Note {
+            id,
+            role: Role::Arrives,
+            generation,
+            sender: Some(sender),
+            stops: false,
+            before,
+            volumes: expected.places.clone(),
+        };
+        self.notes
+            .write(&name, &note)
+            .map_err(|error| broken(&error))?;
+        let launched = self.start(&name, &note, &config, &handoff).await;
+        lock(&self.shared.expected).remove(&name);
+        match launched {
+            Ok((guest, lease)) => Ok(Launched {
+                guest,
+                lease,
+                socket: node::incoming(id),
+                listens: true,
+                cookie: Cookie::default(),
+            }),
+            Err(error) => {
+                if let Err(error) = self.end_arriving(&name).await {
+                    tracing::error!(guest = name, error, "something of it is left over");
+                }
+                Err(broken(&error))
+            }
+        }
+    }
+
+    /// Returns the file of an arriving guest for this host.
+    fn config_for(
+        &self,
+        handoff: &Handoff,
+        guest: &GuestDescription,
+        expected: &Expected,
+    ) -> Result<GuestConfig, String> {
+        let mut config = accept::read_foreign(&handoff.config).map_err(text)?;
+        let differs = |what: &str| Err(format!("its file has another {what} than was offered"));
+        if config.get("name") != Some(&guest.name) {
+            return differs("name");
+        }
+        config.retain(|key| !accept::stays_behind(key));
+        let settings: Vec<(String, String)> = config
+            .settings()
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+            .collect();
+        let (mut drives, mut cards) = (0, 0);
+        for (key, value) in &settings {
+            if is_card(key)
+                && let Some(card) = Card::read(value)
+            {
+                let offered = guest.nics.iter().find(|nic| nic.mac == card.mac);
+                let Some(bridge) = offered.and_then(|nic| names::bridge_of(&nic.network)) else {
+                    return differs("card");
+                };
+                config.set(key, &card.with_bridge(self.bridge_for(bridge)));
+                cards += 1;
+            }
+            let Some(drive) = Drive::read(value).filter(|_| is_drive(key)) else {
+                continue;
+            };
+            if !matches!(drive.content, Content::Volume { .. }) {
+                continue;
+            }
+            let offered = guest.disks.iter().find(|disk| disk.name == *key);
+            let volume = offered.and_then(|disk| expected.volumes.get(&disk.image));
+            let Some((storage, file)) = volume else {
+                return differs("drive");
+            };
+            if offered.is_none_or(|disk| disk.read_only != drive.is_cdrom()) {
+                return differs("drive");
+            }
+            config.set(key, &drive.with_volume(storage, file));
+            drives += 1;
+        }
+        if drives != guest.disks.len() || cards != guest.nics.len() {
+            return differs("number of drives or cards");
+        }
+        config.set("lock", LOCK);
+        Ok(config)
+    }
+
+    /// Makes the file of an arriving guest, and starts its QEMU.
+    async fn start(
+        &self,
+        name: &str,
+        note: &Note,
+        config: &GuestConfig,
+        handoff: &Handoff,
+    ) -> Result<(Guest, Lease), String> {
+        let id = note.id;
+        let path = node::config_path(id);
+        let content = config.to_string();
+        match note.before {
+            Some(_) => write_whole(&path, content.as_bytes()).map_err(text)?,
+            None => {
+                // Another guest may have got the number meanwhile.
+                if node::is_taken(id).map_err(text)? {
+                    return Err(format!("VM {id} was made meanwhile: try again"));
+                }
+                let file = OpenOptions::new().write(true).create_new(true).open(&path);
+                let written = file.and_then(|mut file| {
+                    file.write_all(content.as_bytes())?;
+                    file.sync_all()
+                });
+                written.map_err(|error| format!("{}: {error}", path.display()))?;
+            }
+        }
+        if let Some(rules) = &handoff.firewall {
+            let path = node::firewall_path(id);
+            write_whole(&path, rules.as_bytes())
+                .map_err(|error| format!("{}: {error}", path.display()))?;
+        }
+        let (number, node) = (id.to_string(), node::name().map_err(text)?);
+        // As if it came from this node: its file is here.
+        let arguments = [
+            "start",
+            &number,
+            "--skiplock",
+            "--migratedfrom",
+            &node,
+            "--migration_type",
+            "secure",
+            "--stateuri",
+            "unix",
+            "--machine",
+            &handoff.machine,
+        ];
+        let started = node::run("qm", &arguments, START_TIMEOUT).await;
+        let said = started.as_ref().map_or_else(text, Clone::clone);
+        if let Err(error) = fs::write(self.log(name), &said) {
+            tracing::debug!(%error, "what qm start said is not kept");
+        }
+        let said = started.map_err(text)?;
+        let expected = format!("migration listens on unix:{}", node::incoming(id).display());
+        if !said.lines().any(|line| line.trim() == expected) {
+            return Err(format!("qm start has not said {expected:?}, but {said:?}"));
+        }
+        let storages = node::storages().map_err(text)?;
+        let found = block_in_place(|| self.look(id, &storages)).map_err(text)?;
+        match found {
+            Some(Found::Running(guest)) => {
+                let lease = self.open(name, id, COMMAND_TIMEOUT).await;
+                Ok((guest, lease.map_err(text)?))
+            }
+            Some(Found::Foreign { why, .. }) => Err(why),
+            Some(Found::Ended(_) | Found::Damaged { .. }) | None => {
+                Err("its QEMU has ended".to_owned())
+            }
+        }
+    }
+
+    /// Gives an arrived guest to this host, and lets it run.
+    pub(super) async fn commit_guest(
+        &self,
+        guest: &Guest,
+        lease: Option<&Lease>,
+        commit: Commit,
+    ) -> Result<(), CommitError> {
+        let unknown = |error: &dyn Display| CommitError::Unknown(error.to_string());
+        let name = guest.name();
+        let note = self.notes.read(name).map_err(|error| unknown(&error))?;
+        let Some(note) = note else {
+            return Err(unknown(&"there is no note about it"));
+        };
+        let noted = self.notes.change(name, |note| note.role = Role::Commits);
+        if let Err(error) = noted {
+            return Err(match lease {
+                Some(_) => CommitError::Refused(error.to_string()),
+                None => unknown(&error),
+            });
+        }
+        let number = note.id.to_string();
+        if commit.runs {
+            let runs = match lease {
+                Some(lease) => self.resume(name, &number, lease).await,
+                None => self
+                    .resume_found(name, note.id)
+                    .await
+                    .map_err(|e| unknown(&e)),
+            };
+            // A later agent repeats what has no answer.
+            if runs.is_err() && lease.is_some() {
+                return runs;
+            }
+            if let Err(error) = runs {
+                tracing::error!(guest = name, %error, "it may not run");
+            }
+        }
+        // The guest is this host's, so what fails from here on is not a part of the move.
+        let file = node::read(&node::config_path(note.id)).unwrap_or_default();
+        let config = GuestConfig::read(&file.unwrap_or_default());
+        if config.is_ok_and(|config| config.lock() == Some(LOCK)) {
+            let unlocked = node::run("qm", &["unlock", &number], CHANGE_TIMEOUT).await;
+            if let Err(error) = unlocked {
+                tracing::error!(guest = name, %error, "it stays locked: qm unlock {number}");
+            }
+        }
+        let noted = self.notes.change(name, |note| {
+            note.role = Role::Here;
+            note.generation = commit.generation;
+            note.before = None;
+        });
+        if let Err(error) = noted {
+            tracing::error!(guest = name, %error, "cannot note the generation");
+        }
+        Ok(())
+    }
+
+    /// Lets a guest run that its QEMU has just loaded.
+    async fn resume(&self, name: &str, number: &str, lease: &Lease) -> Result<(), CommitError> {
+        let arguments = ["resume", number, "--skiplock", "--nocheck"];
+        let resumed = self.run_beside(name, &arguments, RUN_TIMEOUT).await;
+        let Err(error) = resumed else {
+            return Ok(());
+        };
+        // Only QEMU knows whether it has run.
+        let waits = waits(lease.qmp()).await;
+        match waits {
+            Ok(true) => {
+                if let Err(error) = self.notes.change(name, |note| note.role = Role::Arrives) {
+                    tracing::error!(guest = name, %error, "cannot note that it waits");
+                }
+                Err(CommitError::Refused(error.to_string()))
+            }
+            Ok(false) => {
+                tracing::warn!(guest = name, %error, "it runs");
+                Ok(())
+            }
+            Err(why) => Err(CommitError::Unknown(format!("{error}; {why}"))),
+        }
+    }
+
+    /// Lets a guest run that an earlier agent may have committed.
+    async fn resume_found(&self, name: &str, id: VmId) -> Result<(), String> {
+        if node::running(id).map_err(text)?.is_none() {
+            return Ok(());
+        }
+        let lease = self.open(name, id, COMMAND_TIMEOUT).await.map_err(text)?;
+        if !waits(lease.qmp()).await? {
+            return Ok(());
+        }
+        let number = id.to_string();
+        let arguments = ["resume", &number, "--skiplock", "--nocheck"];
+        let resumed = self.run_beside(name, &arguments, RUN_TIMEOUT).await;
+        resumed.map(drop).map_err(text)
+    }
+
+    /// Ends the QEMU of a guest that does not come, and removes what was made for it.
+    pub(super) async fn end_arriving(&self, name: &str) -> Result<(), String> {
+        let note = self.notes.read(name).map_err(text)?;
+        let arrives = |note: &Note| matches!(note.role, Role::Arrives | Role::Commits);
+        let Some(note) = note.filter(arrives) else {
+            return Ok(());
+        };
+        node::present().map_err(text)?;
+        self.end_qemu(name, note.id).await?;
+        let path = node::config_path(note.id);
+        let config = node::read(&path).map_err(text)?;
+        let config = config.and_then(|file| GuestConfig::read(&file).ok());
+        let is_it = |config: &GuestConfig| config.get("name") == Some(name);
+        match &note.before {
+            Some(before) => {
+                write_whole(&path, before.as_bytes()).map_err(text)?;
+                self.notes
+                    .change(name, |note| {
+                        note.role = Role::Left;
+                        note.before = None;
+                    })
+                    .map_err(text)?;
+            }
+            None => {
+                if config.is_some_and(|config| is_it(&config)) {
+                    fs::remove_file(&path).map_err(text)?;
+                    remove_if_there(&node::firewall_path(note.id))?;
+                }
+                self.forget(name);
+            }
+        }
+        self.config.named.forget_images(note.volumes.keys());
+        Ok(())
+    }
+}
+
+/// Returns whether a guest is one of another node of this node's cluster.
+fn is_of_this_cluster(id: VmId, name: &str) -> io::Result<bool> {
+    let files = node::elsewhere(id)?;
+    let mut configs = files.iter().filter_map(|file| GuestConfig::read(file).ok());
+    Ok(configs.any(|config| config.get("name") == Some(name)))
+}
+
+/// Returns whether the file of a guest that has left is still here, locked.
+fn is_left(id: VmId) -> bool {
+    let file = node::read(&node::config_path(id)).unwrap_or_default();
+    let config = GuestConfig::read(&file.unwrap_or_default());
+    config.is_ok_and(|config| config.lock() == Some(LOCK)) && matches!(node::running(id), Ok(None))
+}
+
+fn remove_if_there(path: &Path) -> Result<(), String> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(text(error)),
+        _ => Ok(()),
+    }
+}
+
+/// Returns whether QEMU waits for the order to run its guest.
+async fn waits(qmp: &Qmp) -> Result<bool, String> {
+    let status = qmp.query("query-status").await.map_err(text)?;
+    match status["status"].as_str() {
+        Some("paused" | "inmigrate" | "prelaunch" | "postmigrate" | "finish-migrate") => Ok(true),
+        Some(_) => Ok(false),
+        None => Err("QEMU does not say what its guest does".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_hypervisor::config::{HostConfig, ImageFormat};
+    use longhaul_protocol::guest::Nic;
+
+    const FILE: &str = "\
+ide2: local:100/vm-100-cloudinit.qcow2,media=cdrom
+name: web
+net0: virtio=BC:24:11:00:00:01,bridge=vmbr0,tag=7
+scsi0: fast:100/vm-100-disk-0.raw,size=1G
+scsi1: none,media=cdrom
+unused0: local:100/vm-100-disk-9.raw
+";
+
+    fn manager(state: &Path) -> Proxmox {
+        let text = format!(
+            "state = {state:?}\n[qemu.emulators]\nq = \"/usr/bin/kvm\"\n[proxmox]\n\
+             storages = {{ fast = \"tank\" }}\nbridges = {{ vmbr0 = \"vmbr7\" }}\n"
+        );
+        let config: HostConfig = toml::from_str(&text).unwrap();
+        Proxmox::new(std::sync::Arc::new(config))
+    }
+
+    fn guest() -> GuestDescription {
+        let disk = |name: &str, image: &str, read_only| Disk {
+            name: name.to_owned(),
+            image: image.to_owned(),
+            shared: false,
+            read_only,
+        };
+        GuestDescription {
+            name: "web".to_owned(),
+            machine: "pc-q35-9.2".to_owned(),
+            cpu: "host".to_owned(),
+            vcpus: 1,
+            memory_mib: 512,
+            firmware: None,
+            kernel: None,
+            disks: vec![
+                disk("ide2", "proxmox.local.100.ide2.qcow2", true),
+                disk("scsi0", "proxmox.fast.100.scsi0.raw", false),
+            ],
+            nics: vec![Nic {
+                network: "proxmox.vmbr0".to_owned(),
+                mac: "BC:24:11:00:00:01".to_owned(),
+                port: None,
+            }],
+            channels: Vec::new(),
+            hardware: None,
+        }
+    }
+
+    fn expected() -> Expected {
+        let volume = |image: &str, storage: &str, file: &str| {
+            let volume = (storage.to_owned(), file.to_owned());
+            (image.to_owned(), volume)
+        };
+        let cloud_init = "101/vm-101-cloudinit.qcow2";
+        Expected {
+            id: 101,
+            volumes: [
+                volume("proxmox.local.100.ide2.qcow2", "local", cloud_init),
+                volume(
+                    "proxmox.fast.100.scsi0.raw",
+                    "tank",
+                    "101/vm-101-disk-0.raw",
+                ),
+            ]
+            .into(),
+            places: BTreeMap::new(),
+        }
+    }
+
+    fn handoff(config: &str) -> Handoff {
+        Handoff {
+            vmid: 100,
+            config: config.to_owned(),
+            machine: "pc-q35-9.2+pve1".to_owned(),
+            firewall: None,
+        }
+    }
+
+    #[test]
+    fn a_file_gets_the_volumes_and_bridges_of_this_host() {
+        let folder = tempfile::tempdir().unwrap();
+        let manager = manager(folder.path());
+        let config = manager.config_for(&handoff(FILE), &guest(), &expected());
+        let expected = "\
+ide2: local:101/vm-101-cloudinit.qcow2,media=cdrom
+name: web
+net0: virtio=BC:24:11:00:00:01,bridge=vmbr7,tag=7
+scsi0: tank:101/vm-101-disk-0.raw,size=1G
+scsi1: none,media=cdrom
+lock: migrate
+";
+        assert_eq!(config.unwrap().to_string(), expected);
+    }
+
+    #[test]
+    fn a_file_must_be_that_of_the_guest_that_was_offered() {
+        let folder = tempfile::tempdir().unwrap();
+        let manager = manager(folder.path());
+        for (from, to) in [
+            ("name: web", "name: other"),
+            ("name: web", "name: web\nscsi2: fast:100/vm-100-disk-3.raw"),
+            ("scsi0:", "scsi3:"),
+            (",size=1G", ",media=cdrom"),
+            ("BC:24:11:00:00:01", "BC:24:11:00:00:02"),
+            ("net0: virtio=BC:24:11:00:00:01,bridge=vmbr0,tag=7\n", ""),
+            ("name: web", "name: web\nargs: -S"),
+        ] {
+            assert!(FILE.contains(from), "{from}");
+            let file = FILE.replace(from, to);
+            let config = manager.config_for(&handoff(&file), &guest(), &expected());
+            assert!(config.is_err(), "{to}");
+        }
+    }
+
+    #[test]
+    fn a_guest_of_another_program_is_not_expected() {
+        let folder = tempfile::tempdir().unwrap();
+        let manager = manager(folder.path());
+        let mut other = guest();
+        other
+            .disks
+            .iter_mut()
+            .for_each(|disk| disk.image = "web".to_owned());
+        other.nics[0].network = "lan".to_owned();
+        assert_eq!(manager.expect_guest(&other), []);
+        // There is no Proxmox VE where this test runs, and such a guest is not for this host.
+        if !node::is_there() {
+            let checks = manager.expect_guest(&guest());
+            assert_eq!(checks.len(), 1);
+            assert_eq!(checks[0].verdict, Verdict::Refused);
+        }
+        let volume = VolumeName {
+            storage: "fast".to_owned(),
+            id: 100,
+            drive: "scsi0".to_owned(),
+            format: ImageFormat::Raw,
+        };
+        let vz = folder.path().join("vz");
+        let text = format!("dir: tank\n\tpath {}\n", vz.display());
+        let storages = Storages::read(&text);
+        let images = vz.join("images/101");
+        fs::create_dir_all(&images).unwrap();
+        fs::write(images.join("vm-101-disk-0.qcow2"), "").unwrap();
+        let place = |is_cloud_init| {
+            let none = Expected::default();
+            let wanted = (&volume, 101, is_cloud_init);
+            let (storage, file, _) = manager.place(wanted, &storages, ("one", &none)).unwrap();
+            assert_eq!(storage, "tank");
+            file
+        };
+        assert_eq!(place(false), "101/vm-101-disk-1.raw");
+        assert_eq!(place(true), "101/vm-101-cloudinit.raw");
+        let none = Storages::default();
+        let missing = manager.place((&volume, 101, false), &none, ("one", &expected()));
+        assert!(missing.unwrap_err().1.contains("[proxmox.storages]"));
+    }
+}

@@ -1,0 +1,223 @@
+//! A guest that leaves: locked for the move, and afterwards stopped, or unlocked.
+
+use super::{CHANGE_TIMEOUT, Handoff, Proxmox, RUN_TIMEOUT};
+use crate::accept;
+use crate::config::GuestConfig;
+use crate::names::VmId;
+use crate::node;
+use crate::notes::{Note, Role};
+use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::manager::{AbortError, Lease, Stays};
+use longhaul_hypervisor::memory::{self, Continuation, Settings};
+use longhaul_hypervisor::process::Process;
+use std::fmt::Display;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The lock of a guest that moves.
+pub(super) const LOCK: &str = "migrate";
+
+/// The end of the name of a file that its guest has left, as of the guest's disks.
+const SET_ASIDE: &str = ".moved";
+
+fn text(error: impl Display) -> String {
+    error.to_string()
+}
+
+impl Proxmox {
+    /// Locks a guest, and returns what its destination needs.
+    pub(super) async fn begin_departure(&self, guest: &Guest) -> Result<Handoff, String> {
+        let name = guest.name();
+        let id = self.id_of(name).map_err(text)?;
+        let id = id.ok_or("Proxmox VE does not have it any more")?;
+        let read = || -> Result<GuestConfig, String> {
+            let file = node::read(&node::config_path(id)).map_err(text)?;
+            GuestConfig::read(&file.unwrap_or_default()).map_err(text)
+        };
+        let noted = self.notes.read(name).map_err(text)?;
+        // An earlier agent may have locked it and died.
+        let is_ours = noted
+            .as_ref()
+            .is_some_and(|note| note.role == Role::Departs);
+        let config = read()?;
+        if let Some(lock) = config.lock().filter(|lock| !is_ours || *lock != LOCK) {
+            return Err(format!("VM {id} is locked ({lock})"));
+        }
+        let disks = &guest.description().disks;
+        let volumes = disks.iter().filter_map(|disk| {
+            let image = self.config.image(&disk.image)?;
+            let volume = crate::notes::Volume {
+                path: image.path,
+                format: image.format,
+            };
+            Some((disk.image.clone(), volume))
+        });
+        let note = Note {
+            id,
+            role: Role::Departs,
+            generation: guest.generation(),
+            sender: None,
+            stops: false,
+            before: None,
+            volumes: volumes.collect(),
+        };
+        self.notes.write(name, &note).map_err(text)?;
+        let (number, machine) = (id.to_string(), &guest.description().machine);
+        let locked = async {
+            let config = read()?;
+            let lacks_lock = config.lock() != Some(LOCK);
+            if lacks_lock {
+                let arguments = ["set", &number, "--lock", LOCK];
+                let set = self.run_beside(name, &arguments, CHANGE_TIMEOUT).await;
+                set.map_err(text)?;
+            }
+            let config = read()?;
+            if config.lock() != Some(LOCK) {
+                return Err(format!("VM {id} is not locked (migrate) after qm set"));
+            }
+            let running = node::running(id).map_err(text)?;
+            let running = running.ok_or("its QEMU has ended")?;
+            handoff(id, config, &running, machine)
+        };
+        let handoff = locked.await;
+        if handoff.is_err() {
+            // It may be locked.
+            if let Err(error) = self.stay(name, id).await {
+                tracing::error!(guest = name, error, "it stays locked: qm unlock {id}");
+            }
+        }
+        handoff
+    }
+
+    /// Unlocks a guest that stays, and forgets that it was to leave.
+    pub(super) async fn stay(&self, name: &str, id: VmId) -> Result<(), String> {
+        node::present().map_err(text)?;
+        let file = node::read(&node::config_path(id)).map_err(text)?;
+        let config = GuestConfig::read(&file.unwrap_or_default()).map_err(text)?;
+        if config.lock() == Some(LOCK) {
+            let number = id.to_string();
+            let arguments = ["unlock", &number];
+            let unlocked = node::run("qm", &arguments, CHANGE_TIMEOUT).await;
+            unlocked.map_err(text)?;
+        }
+        self.forget(name);
+        Ok(())
+    }
+
+    /// Keeps QEMU's settings before the move. Returns the path of the socket for its stream.
+    pub(super) async fn keep_settings(&self, name: &str, lease: &Lease) -> Result<PathBuf, String> {
+        let settings = Settings::look(lease.qmp()).await.map_err(text)?;
+        let file = self.notes.beside(name, "settings").map_err(text)?;
+        settings.keep(&file).map_err(text)?;
+        self.notes.beside(name, "sock").map_err(text)
+    }
+
+    /// Lets a guest go on that does not leave.
+    pub(super) async fn continue_guest(
+        &self,
+        guest: &Guest,
+        lease: &Lease,
+        stays: Stays,
+    ) -> Result<(), AbortError> {
+        let name = guest.name();
+        let note = self.notes.read(name).unwrap_or_default();
+        let departs = note.filter(|note| note.role == Role::Departs);
+        if let Stays::Interrupted { ran, stopped } = stays {
+            let noted = departs.as_ref().is_some_and(|note| note.stops);
+            let how = Continuation::of(ran, stopped || noted);
+            let resumed = memory::resume(lease.qmp(), how).await;
+            resumed.map_err(|error| AbortError::Stopped(text(error)))?;
+        }
+        let settings = |error: String| AbortError::Settings(error);
+        let file = self.notes.beside(name, "settings");
+        let file = file.map_err(|error| settings(text(error)))?;
+        let restored = Settings::restore_kept(lease.qmp(), &file).await;
+        if let Some(note) = departs {
+            let stayed = self.stay(name, note.id).await;
+            stayed.map_err(|error| settings(format!("it stays locked: {error}")))?;
+        }
+        restored.map_err(|error| settings(text(error)))
+    }
+
+    /// Ends the QEMU of a guest that has left. Its file stays, locked.
+    pub(super) async fn end_departed(&self, name: &str) -> Result<(), String> {
+        let note = self.notes.read(name).map_err(text)?;
+        let Some(note) = note.filter(|note| note.role == Role::Departs) else {
+            return Ok(());
+        };
+        node::present().map_err(text)?;
+        self.end_qemu(name, note.id).await?;
+        // Its disks are set aside; so is what Proxmox VE makes for cloud-init.
+        for volume in note.volumes.values().filter(|it| is_cloud_init(&it.path)) {
+            let mut aside = volume.path.clone().into_os_string();
+            aside.push(SET_ASIDE);
+            match fs::rename(&volume.path, aside) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(text(error)),
+                _ => {}
+            }
+        }
+        let left = self.notes.change(name, |note| {
+            note.role = Role::Left;
+            note.stops = false;
+        });
+        left.map_err(text)
+    }
+
+    /// Ends the QEMU of a guest.
+    pub(super) async fn end_qemu(&self, name: &str, id: VmId) -> Result<(), String> {
+        let Some(running) = node::running(id).map_err(text)? else {
+            return Ok(());
+        };
+        let number = id.to_string();
+        let arguments = ["stop", &number, "--skiplock"];
+        let stopped = self.run_beside(name, &arguments, RUN_TIMEOUT).await;
+        let process = Process::open(&running.process).map_err(text)?;
+        let Some(process) = process else {
+            return Ok(());
+        };
+        if let Err(error) = stopped {
+            tracing::warn!(guest = name, %error, "ending its QEMU by its process");
+            process.kill().map_err(text)?;
+        }
+        match tokio::time::timeout(RUN_TIMEOUT, process.ended()).await {
+            Ok(ended) => ended.map_err(text),
+            Err(_) => Err(format!(
+                "its QEMU has not ended (process {})",
+                running.process.pid
+            )),
+        }
+    }
+}
+
+/// Returns whether a file is the volume of cloud-init.
+fn is_cloud_init(path: &Path) -> bool {
+    let stem = path.file_stem().and_then(|stem| stem.to_str());
+    let is_file = !path.starts_with("/dev");
+    is_file && stem.is_some_and(|stem| stem.ends_with("-cloudinit"))
+}
+
+/// Returns what the destination needs of a locked guest.
+fn handoff(
+    id: VmId,
+    mut config: GuestConfig,
+    running: &node::Running,
+    machine: &str,
+) -> Result<Handoff, String> {
+    accept::check(&config).map_err(text)?;
+    accept::check_sections(&config).map_err(text)?;
+    config.keep_only_now();
+    config.retain(|key| !accept::stays_behind(key));
+    let shown = running.machine().unwrap_or_default();
+    // The version of Proxmox VE's, which the machine has beside QEMU's.
+    let version = shown.split_once('+').map(|(_, version)| version);
+    Ok(Handoff {
+        vmid: id,
+        config: config.to_string(),
+        machine: match version {
+            Some(version) => format!("{machine}+{version}"),
+            None => machine.to_owned(),
+        },
+        firewall: node::read(&node::firewall_path(id)).map_err(text)?,
+    })
+}
