@@ -11,7 +11,7 @@
 //!                   run/               sockets; belongs to QEMU's user
 //! ```
 
-use crate::process::{Account, ProcessId};
+use crate::process::{Account, ProcessId, let_through};
 use crate::scope::Scope;
 use longhaul_protocol::HostId;
 use longhaul_protocol::guest::GuestDescription;
@@ -199,11 +199,7 @@ impl GuestFolder {
         DirBuilder::new().mode(0o700).create(&run)?;
         if let Some(account) = account {
             chown(&run, Some(account.uid), Some(account.gid))?;
-            let state = parent.parent().unwrap_or(Path::new("/"));
-            let mode = fs::metadata(state)?.permissions().mode();
-            if mode & 0o111 != 0o111 {
-                fs::set_permissions(state, Permissions::from_mode(mode | 0o111))?;
-            }
+            let_through(parent.parent().unwrap_or(Path::new("/")))?;
         }
         sync(parent)
     }

@@ -64,6 +64,17 @@ impl Account {
     }
 }
 
+/// Lets QEMU's account, which is not this process's, pass through the state folder.
+pub fn let_through(state: &std::path::Path) -> io::Result<()> {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt;
+    let mode = fs::metadata(state)?.permissions().mode();
+    match mode & 0o111 == 0o111 {
+        true => Ok(()),
+        false => fs::set_permissions(state, Permissions::from_mode(mode | 0o111)),
+    }
+}
+
 impl ProcessId {
     /// Returns the process with this number, unless it has ended.
     pub fn of(pid: i32) -> io::Result<Option<Self>> {

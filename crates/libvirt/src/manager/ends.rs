@@ -271,8 +271,8 @@ impl Libvirt {
         }
     }
 
-    /// Begins the migration of a domain. Meanwhile its host does not start it by itself: a host that
-    /// fails after the guest has left would start a second copy. `None` where there is none.
+    /// Begins the migration of a domain. Meanwhile its host does not start it by itself: a host
+    /// that fails after the guest has left would start a second copy. `None` where there is none.
     pub(super) fn begin_departure(
         &self,
         connection: &Connection,

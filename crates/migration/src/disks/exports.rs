@@ -14,7 +14,7 @@ use longhaul_engine::handover::{Record, Side};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::disk::{self, DiskNodes, Front, InsertError, RemoveError};
 use longhaul_hypervisor::helper::Helper;
-use longhaul_hypervisor::process::{Account, ProcessId};
+use longhaul_hypervisor::process::{Account, ProcessId, let_through};
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::{MigrationId, RegionId};
@@ -294,6 +294,9 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
     let pid = guest.pid().unwrap_or_default();
     let uid = Account::of_process(pid)?.uid.as_raw();
     let ours = nix::unistd::geteuid().as_raw();
+    if uid != ours {
+        let_through(state)?;
+    }
     let export = random_name()?;
     let note = Note {
         guest: guest.name().to_owned(),
