@@ -229,7 +229,8 @@ fn a_parcel_is_written_and_read_at_a_terminal_over_a_link_that_is_cut() {
     assert!(finished.completed(), "{}\n{}", finished.why(), stage.logs());
     let report = *finished.report.unwrap();
     let kept = report.bytes.kept_bytes.unwrap();
-    assert!(kept > 1 << 20, "{kept}");
+    // The guest rewrites the more of it, the longer this took.
+    assert!(kept > 64 << 10, "{kept}");
     stage.goes_on();
     stage.history.stop().unwrap();
     stage.product.stop_guest(DESTINATION, GUEST).unwrap();

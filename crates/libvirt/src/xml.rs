@@ -483,20 +483,40 @@ fn accept(
             .map(|disk| (disk.image.clone(), disk.read_only))
             .collect()
     };
-    let is_it = arrives.name == guest.name
-        && (arrives.machine.as_str(), arrives.vcpus) == (guest.machine.as_str(), guest.vcpus)
-        && arrives.memory_mib == guest.memory_mib
-        && arrives.kernel == guest.kernel
+    // What a card's port is like is a matter of the bridge, and not of the XML.
+    let cards = |guest: &GuestDescription| -> Vec<(String, String)> {
+        let cards = guest.nics.iter();
+        cards
+            .map(|it| (it.network.clone(), it.mac.clone()))
+            .collect()
+    };
+    let parts = [
+        ("name", arrives.name == guest.name),
+        ("machine type", arrives.machine == guest.machine),
+        ("number of vCPUs", arrives.vcpus == guest.vcpus),
+        ("memory", arrives.memory_mib == guest.memory_mib),
+        ("kernel", arrives.kernel == guest.kernel),
         // A definition may leave the choice to libvirt.
-        && (arrives.firmware == guest.firmware || monitor.is_none() && arrives.firmware.is_none())
-        && arrives.nics == guest.nics
-        && images(&arrives) == images(guest);
-    match is_it {
-        true => Ok(text),
-        false => refuse(
-            "its XML is not that of the guest that was offered",
-            "both come from the source: report this",
+        (
+            "firmware",
+            arrives.firmware == guest.firmware || monitor.is_none() && arrives.firmware.is_none(),
         ),
+        ("set of cards", cards(&arrives) == cards(guest)),
+        ("set of disks", images(&arrives) == images(guest)),
+    ];
+    match parts.iter().find(|(_, is_same)| !is_same) {
+        None => Ok(text),
+        Some((part, _)) => {
+            let which = if monitor.is_some() {
+                "XML"
+            } else {
+                "definition"
+            };
+            refuse(
+                format!("its {which} has another {part} than the guest that was offered"),
+                "start the domain again if it was edited; otherwise report this",
+            )
+        }
     }
 }
 

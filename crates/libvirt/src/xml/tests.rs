@@ -87,6 +87,13 @@ fn paths_and_bridges_are_those_of_the_host() {
     assert_eq!(moved, expected);
     let moved = DomainXml::read(&moved).unwrap();
     assert_eq!(moved.description(&there).unwrap(), guest);
+    // A card's port is the bridge's affair.
+    let mut with_port = guest.clone();
+    with_port.nics[0].port = Some(longhaul_protocol::port::Port {
+        mtu: Some(1450),
+        ..longhaul_protocol::port::Port::default()
+    });
+    assert_eq!(xml.for_host(&with_port, &here()).unwrap(), XML);
     let monitor = "/run/a's";
     let with = xml.with_monitor(&guest, &here(), monitor).unwrap();
     let with_monitor = DomainXml::read(&with).unwrap();
