@@ -169,7 +169,9 @@ impl Libvirt {
                             false => Ok(true),
                         };
                     }
-                    None if qmp.is_closed() || start.elapsed() > END_TIMEOUT => return Ok(false),
+                    None if qmp.is_closed() => return Ok(false),
+                    // libvirt has forgotten a QEMU that is there.
+                    None if start.elapsed() > END_TIMEOUT => return Err(nobody()),
                     Some(_) | None => thread::sleep(POLL),
                 }
             }

@@ -129,7 +129,6 @@ impl Performer {
             };
             // Where the stream was refused, there is no job any more.
             let _ = connection.confirm(&domain, &Cookie::default(), Outcome::Cancelled, FLAGS);
-            manager.restore_autostart(&connection, &name)?;
             if how == Continuation::Stopped {
                 return connection.state(&domain).map(Some);
             }
