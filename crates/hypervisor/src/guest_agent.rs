@@ -198,10 +198,7 @@ pub async fn is_open(qmp: &Qmp, port: &Path) -> bool {
 /// Returns the offset of a guest's real-time clock, which is readable from outside.
 pub async fn real_time_clock(qmp: &Qmp) -> Option<Clock> {
     let question = json!({"path": "/machine", "property": "rtc-time"});
-    let theirs = qmp
-        .execute("qom-get", question, COMMAND_TIMEOUT)
-        .await
-        .ok()?;
+    let theirs = qmp.ask("qom-get", question).await.ok()?;
     let ours = now() / 1_000_000_000;
     let field = |name: &str| theirs[name].as_i64();
     let days = days(

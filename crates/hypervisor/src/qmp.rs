@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -30,6 +31,9 @@ const EVENTS_KEPT: usize = 1024;
 const COMMANDS_QUEUED: usize = 64;
 /// The time limit of an ordinary command, where the caller has no reason for another.
 pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
+/// The time limit of a question, from QEMU's last answer. A busy emulated processor keeps QEMU
+/// from its answers for long.
+pub const QUESTION_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A connection to a QEMU; clones share it, and it closes with the last of them.
 #[derive(Clone)]
@@ -259,7 +263,36 @@ impl Qmp {
         arguments: Value,
         timeout: Duration,
     ) -> Result<Value, QmpError> {
-        let deadline = Instant::now() + timeout;
+        match timeout_at(Instant::now() + timeout, self.exchange(command, arguments)).await {
+            Err(_) => Err(QmpError::Timeout {
+                command: command.to_owned(),
+                waited: timeout,
+            }),
+            Ok(result) => result,
+        }
+    }
+
+    /// Executes a command that changes nothing. Many may be asked at once: the time limit is
+    /// [`QUESTION_TIMEOUT`] from QEMU's last answer.
+    pub async fn ask(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let mut exchange = pin!(self.exchange(command, arguments));
+        let mut since = Instant::now();
+        loop {
+            if let Ok(result) = timeout_at(since + QUESTION_TIMEOUT, &mut exchange).await {
+                return result;
+            }
+            match self.connection.shared.state().answered_at {
+                Some(answered_at) if answered_at > since => since = answered_at,
+                _ => break,
+            }
+        }
+        Err(QmpError::Timeout {
+            command: command.to_owned(),
+            waited: QUESTION_TIMEOUT,
+        })
+    }
+
+    async fn exchange(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let id = self.connection.next_id.fetch_add(1, Ordering::Relaxed);
         let (answer, answered) = oneshot::channel();
         self.connection.shared.expect(id, command, answer)?;
@@ -273,23 +306,16 @@ impl Qmp {
         }
         let mut line = message.to_string().into_bytes();
         line.push(b'\n');
-        let exchange = async {
-            // When the writer has ended, the state has the reason, and `answered` fails.
-            let _ = self.connection.commands.send(line).await;
-            answered.await
-        };
-        match timeout_at(deadline, exchange).await {
-            Err(_) => Err(QmpError::Timeout {
-                command: command.to_owned(),
-                waited: timeout,
-            }),
-            Ok(Err(_)) => Err(self.connection.shared.closed_error()),
-            Ok(Ok(Err(refusal))) => Err(QmpError::Refused {
+        // When the writer has ended, the state has the reason, and `answered` fails.
+        let _ = self.connection.commands.send(line).await;
+        match answered.await {
+            Err(_) => Err(self.connection.shared.closed_error()),
+            Ok(Err(refusal)) => Err(QmpError::Refused {
                 command: command.to_owned(),
                 class: refusal.class,
                 description: refusal.description,
             }),
-            Ok(Ok(Ok(value))) => Ok(value),
+            Ok(Ok(value)) => Ok(value),
         }
     }
 
@@ -339,6 +365,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     pending: HashMap<u64, oneshot::Sender<Result<Value, Refusal>>>,
+    answered_at: Option<Instant>,
     ended: Option<String>,
 }
 
@@ -423,7 +450,12 @@ impl Shared {
             );
             return Ok(());
         };
-        let Some(answer) = self.state().pending.remove(&id) else {
+        let waiting = {
+            let mut state = self.state();
+            state.answered_at = Some(Instant::now());
+            state.pending.remove(&id)
+        };
+        let Some(answer) = waiting else {
             tracing::debug!(id, "answer to a command that nobody waits for");
             return Ok(());
         };

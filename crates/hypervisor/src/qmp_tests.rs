@@ -348,3 +348,26 @@ async fn the_last_clone_closes_the_socket() {
     drop(qmp);
     assert_eq!(went.await.unwrap(), b"");
 }
+
+#[tokio::test(start_paused = true)]
+async fn questions_wait_while_qemu_answers_others() {
+    let (_folder, path) = peer(|mut peer| async move {
+        peer.greet().await;
+        for _ in 0..4 {
+            let command = peer.command().await;
+            tokio::time::sleep(QUESTION_TIMEOUT * 3 / 4).await;
+            peer.answer(&command, json!(7)).await;
+        }
+        forever().await;
+    });
+    let qmp = Qmp::connect(&path, QUESTION_TIMEOUT * 10).await.unwrap();
+    let asked = Instant::now();
+    let ask = || qmp.ask("query-name", json!({}));
+    let (first, second, third, fourth, fifth) = tokio::join!(ask(), ask(), ask(), ask(), ask());
+    for answer in [first, second, third, fourth] {
+        assert_eq!(answer.unwrap(), json!(7));
+    }
+    let error = fifth.unwrap_err();
+    assert!(matches!(error, QmpError::Timeout { .. }), "{error}");
+    assert_eq!(asked.elapsed().as_secs(), 4 * QUESTION_TIMEOUT.as_secs());
+}

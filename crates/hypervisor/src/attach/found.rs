@@ -9,7 +9,7 @@ use crate::disk;
 use crate::hardware::tables::{Bus, Model, Serves};
 use crate::observe::{Blocker, at_once, children, examine, is_made_elsewhere, list, property};
 use crate::process::ProcessId;
-use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use crate::qmp::{QUESTION_TIMEOUT, Qmp, QmpError};
 use futures_util::FutureExt;
 use longhaul_protocol::hardware::Topology;
 use longhaul_protocol::machine::Machine;
@@ -117,14 +117,14 @@ pub(super) async fn look(
     let asked = tokio::try_join!(
         examine(qmp, process),
         cpus(qmp),
-        qmp.query("query-memory-size-summary"),
-        qmp.query("query-uuid"),
+        qmp.ask("query-memory-size-summary", json!({})),
+        qmp.ask("query-uuid", json!({})),
         children(qmp, "/machine/peripheral"),
         children(qmp, "/machine/peripheral-anon"),
         children(qmp, "/machine/unattached"),
         media(qmp),
-        qmp.hmp("info network", COMMAND_TIMEOUT),
-        qmp.hmp("info usernet", COMMAND_TIMEOUT),
+        qmp.hmp("info network", QUESTION_TIMEOUT),
+        qmp.hmp("info usernet", QUESTION_TIMEOUT),
     )?;
     let (examined, cpus, memory, uuid, named, unnamed, onboard, media, networks, usernet) = asked;
     let (machine, blockers) = examined;
@@ -274,7 +274,7 @@ fn places(model: &Model) -> impl Iterator<Item = &'static str> + use<> {
 /// Returns the values of a model's properties by default, of those that have one.
 async fn defaults(qmp: &Qmp, kind: &str) -> Result<BTreeMap<String, Value>, QmpError> {
     let command = "device-list-properties";
-    let asked = qmp.execute(command, json!({"typename": kind}), COMMAND_TIMEOUT);
+    let asked = qmp.ask(command, json!({"typename": kind}));
     let answer = match asked.await {
         Err(QmpError::Refused { .. }) => return Ok(BTreeMap::new()),
         answer => answer?,
@@ -291,7 +291,7 @@ async fn defaults(qmp: &Qmp, kind: &str) -> Result<BTreeMap<String, Value>, QmpE
 
 /// Returns the arrangement of the vCPUs, how many are absent, and their model.
 async fn cpus(qmp: &Qmp) -> Result<(Topology, usize, String), QmpError> {
-    let answer = match qmp.query("query-hotpluggable-cpus").await {
+    let answer = match qmp.ask("query-hotpluggable-cpus", json!({})).await {
         // A machine without slots is refused by its type.
         Err(QmpError::Refused { .. }) => Value::Null,
         answer => answer?,
@@ -438,9 +438,9 @@ impl Nodes {
 async fn media(qmp: &Qmp) -> Result<Vec<Medium>, QmpError> {
     let flat = json!({"flat": true});
     let (nodes, graph, drives) = tokio::try_join!(
-        qmp.execute("query-named-block-nodes", flat, COMMAND_TIMEOUT),
-        qmp.query("x-debug-query-block-graph"),
-        qmp.query("query-block"),
+        qmp.ask("query-named-block-nodes", flat),
+        qmp.ask("x-debug-query-block-graph", json!({})),
+        qmp.ask("query-block", json!({})),
     )?;
     let nodes = Nodes::read(&nodes, &graph);
     let drives = list(&drives, "query-block")?;

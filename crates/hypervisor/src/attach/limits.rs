@@ -9,7 +9,7 @@ use crate::hardware::tables::is_word;
 use crate::observe::{Blocker, at_once, children, property};
 use crate::qmp::{Qmp, QmpError};
 use futures_util::FutureExt;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
 /// Limits by their names in QEMU, and the name of their group.
@@ -57,7 +57,8 @@ impl Unclear {
 
 /// Queries the limits.
 pub(super) async fn look(qmp: &Qmp) -> Result<Limits, QmpError> {
-    let (drives, objects) = tokio::try_join!(qmp.query("query-block"), children(qmp, "/objects"))?;
+    let (drives, objects) =
+        tokio::try_join!(qmp.ask("query-block", json!({})), children(qmp, "/objects"),)?;
     let groups = objects.iter().filter(|(_, kind)| kind == "throttle-group");
     let questions = groups.map(|(name, _)| {
         let ask = async move {
@@ -186,7 +187,6 @@ pub(super) fn group(file: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     fn sets(drives: &Value, objects: Value) -> Limits {
         let Value::Object(objects) = objects else {

@@ -2,8 +2,9 @@
 
 use super::DiskNodes;
 use super::nodes::Above;
-use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
-use serde_json::{Value, json};
+use crate::observe::property;
+use crate::qmp::{Qmp, QmpError};
+use serde_json::Value;
 
 /// Returns whether an I/O thread of QEMU may use a disk. The disk belongs to the thread only while
 /// the guest runs with its driver started: given a node of another thread then, QEMU 7.2 refuses
@@ -40,14 +41,4 @@ async fn of(qmp: &Qmp, device: &str) -> Result<Option<bool>, QmpError> {
     let several = several.as_ref().and_then(Value::as_array);
     let several = several.is_some_and(|several| !several.is_empty());
     Ok(Some(one != "" || several))
-}
-
-async fn property(qmp: &Qmp, path: &str, property: &str) -> Result<Option<Value>, QmpError> {
-    let asked = json!({"path": path, "property": property});
-    match qmp.execute("qom-get", asked, COMMAND_TIMEOUT).await {
-        Ok(value) => Ok(Some(value)),
-        // It has no property of that name.
-        Err(QmpError::Refused { .. }) => Ok(None),
-        Err(error) => Err(error),
-    }
 }

@@ -3,7 +3,7 @@
 //! There are some 500 properties, and QEMU answers one query each. They do not change while it
 //! runs, so they are cached.
 
-use super::{ask, at_once, list, not_understood, property};
+use super::{at_once, list, not_understood, property};
 use crate::process::ProcessId;
 use crate::qmp::{Qmp, QmpError};
 use futures_util::FutureExt;
@@ -79,7 +79,7 @@ pub(super) async fn cpus(
     qmp: &Qmp,
     process: Option<&ProcessId>,
 ) -> Result<(usize, Properties), QmpError> {
-    let cpus = ask(qmp, "query-cpus-fast", json!({})).await?;
+    let cpus = qmp.ask("query-cpus-fast", json!({})).await?;
     let cpus = list(&cpus, "query-cpus-fast")?;
     let first = cpus.first().and_then(|cpu| cpu["qom-path"].as_str());
     let first = first.ok_or_else(|| not_understood("query-cpus-fast", "it names no vCPU"))?;
@@ -97,8 +97,8 @@ async fn ask_properties(qmp: &Qmp, path: &str) -> Result<Properties, QmpError> {
     // Expanding the empty model lists every feature bit by its one name that is not an alias.
     let model = json!({"type": "static", "model": {"name": "base"}});
     let (expanded, known) = tokio::try_join!(
-        ask(qmp, "query-cpu-model-expansion", model),
-        ask(qmp, "qom-list", json!({"path": path})),
+        qmp.ask("query-cpu-model-expansion", model),
+        qmp.ask("qom-list", json!({"path": path})),
     )?;
     let features = expanded["model"]["props"].as_object();
     let features = features

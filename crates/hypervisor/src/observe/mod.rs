@@ -10,7 +10,7 @@ use crate::balloon::tells_free_pages;
 use crate::hardware::tables::{Bus, Model, Serves};
 use crate::memory::{is_held_by_ack, is_unnamed};
 use crate::process::ProcessId;
-use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use crate::qmp::{QUESTION_TIMEOUT, Qmp, QmpError};
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
 use longhaul_protocol::BLOCK_SIZE;
@@ -66,8 +66,8 @@ pub async fn observe(qmp: &Qmp) -> Result<Machine, QmpError> {
 async fn machine_of(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Machine, QmpError> {
     let (machine_type, kvm, blocks, devices, cpus) = tokio::try_join!(
         machine_type(qmp),
-        ask(qmp, "query-kvm", json!({})),
-        qmp.hmp("info ramblock", COMMAND_TIMEOUT),
+        qmp.ask("query-kvm", json!({})),
+        qmp.hmp("info ramblock", QUESTION_TIMEOUT),
         devices(qmp),
         cpu::cpus(qmp, process),
     )?;
@@ -90,7 +90,7 @@ async fn machine_of(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Machine, Q
 /// Returns the machine type under its full name, such as `pc-q35-11.1`.
 pub(crate) async fn machine_type(qmp: &Qmp) -> Result<String, QmpError> {
     let question = json!({"path": "/machine", "property": "type"});
-    let answer = ask(qmp, "qom-get", question).await?;
+    let answer = qmp.ask("qom-get", question).await?;
     let name = answer.as_str().unwrap_or_default();
     Ok(name.trim_end_matches("-machine").to_owned())
 }
@@ -145,10 +145,10 @@ fn name_and_page_size(text: &str) -> Option<(&str, u64)> {
 
 async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
     let (networks, named, unnamed, buses, unattached) = tokio::try_join!(
-        qmp.hmp("info network", COMMAND_TIMEOUT),
+        qmp.hmp("info network", QUESTION_TIMEOUT),
         peripherals(qmp, "peripheral", ""),
         peripherals(qmp, "peripheral-anon", UNNAMED),
-        ask(qmp, "query-pci", json!({})),
+        qmp.ask("query-pci", json!({})),
         children(qmp, "/machine/unattached"),
     )?;
     let mut devices = BTreeMap::new();
@@ -264,7 +264,7 @@ fn has_offloads(networks: &str, other_end: &str) -> bool {
 
 /// Returns the children of an object that are devices, with their types.
 pub(crate) async fn children(qmp: &Qmp, path: &str) -> Result<Vec<(String, String)>, QmpError> {
-    let properties = ask(qmp, "qom-list", json!({"path": path})).await?;
+    let properties = qmp.ask("qom-list", json!({"path": path})).await?;
     let child = |property: &Value| {
         let kind = property["type"].as_str()?;
         let kind = kind.strip_prefix("child<")?.strip_suffix('>')?;
@@ -351,9 +351,9 @@ struct Signs {
 impl Signs {
     async fn read(qmp: &Qmp) -> Result<Self, QmpError> {
         let (migration, guard, networks) = tokio::try_join!(
-            ask(qmp, "query-migrate", json!({})),
+            qmp.ask("query-migrate", json!({})),
             property(qmp, "/machine", "confidential-guest-support"),
-            qmp.hmp("info network", COMMAND_TIMEOUT),
+            qmp.hmp("info network", QUESTION_TIMEOUT),
         )?;
         let reasons = migration["blocked-reasons"].as_array();
         let reasons = reasons.into_iter().flatten().filter_map(Value::as_str);
@@ -482,14 +482,10 @@ fn immovable(kind: &str) -> Option<(&'static str, &'static str)> {
         .find_map(|(prefix, what, hint)| kind.starts_with(prefix).then_some((what, hint)))
 }
 
-async fn ask(qmp: &Qmp, command: &str, arguments: Value) -> Result<Value, QmpError> {
-    qmp.execute(command, arguments, COMMAND_TIMEOUT).await
-}
-
 /// Returns an object's property; `None` where it has none of that name.
 pub(crate) async fn property(qmp: &Qmp, path: &str, name: &str) -> Result<Option<Value>, QmpError> {
     let question = json!({"path": path, "property": name});
-    match ask(qmp, "qom-get", question).await {
+    match qmp.ask("qom-get", question).await {
         Ok(value) => Ok(Some(value)),
         Err(QmpError::Refused { .. }) => Ok(None),
         Err(error) => Err(error),
@@ -498,7 +494,7 @@ pub(crate) async fn property(qmp: &Qmp, path: &str, name: &str) -> Result<Option
 
 /// Returns the generation id that a guest sees, if it has one.
 pub async fn generation_id(qmp: &Qmp) -> Result<Option<String>, QmpError> {
-    match qmp.query("query-vm-generation-id").await {
+    match qmp.ask("query-vm-generation-id", json!({})).await {
         Ok(answer) => Ok(answer["guid"].as_str().map(str::to_owned)),
         Err(QmpError::Refused { .. }) => Ok(None),
         Err(error) => Err(error),
