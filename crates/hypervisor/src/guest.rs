@@ -218,6 +218,7 @@ impl RecordedGuest {
             sender: self.folder.sender(),
             log: self.folder.log(),
             channels: channels.map(|one| channel(&one.name)).collect(),
+            sockets: None,
         })
     }
 

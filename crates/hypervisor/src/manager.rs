@@ -27,7 +27,9 @@ use longhaul_protocol::guest::{GuestDescription, Managed, Manager};
 use longhaul_protocol::message::Check;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::fs::{self, DirBuilder, Permissions};
 use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -296,6 +298,48 @@ pub struct Facts {
     pub log: PathBuf,
     /// The host's ends of its channels, by the channels' names, where the manager knows them.
     pub channels: BTreeMap<String, PathBuf>,
+    /// Where its QEMU can connect to sockets of this process, if not everywhere.
+    pub sockets: Option<SocketPlace>,
+}
+
+/// A folder for sockets between this process and a QEMU that its manager confines.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SocketPlace {
+    /// The folder.
+    pub folder: PathBuf,
+    /// The folder's path in the mounts of QEMU.
+    pub seen: PathBuf,
+    /// How the names of all sockets end.
+    pub end: String,
+}
+
+impl SocketPlace {
+    /// Makes the folder, which nobody but this account may change.
+    pub fn make(&self) -> io::Result<()> {
+        match DirBuilder::new().mode(0o711).create(&self.folder) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+        let is = fs::symlink_metadata(&self.folder)?;
+        if !is.is_dir() || is.uid() != nix::unistd::geteuid().as_raw() || is.mode() & 0o022 != 0 {
+            let text = "others could change it: remove it";
+            return Err(io::Error::other(text));
+        }
+        match is.mode() & 0o111 == 0o111 {
+            true => Ok(()),
+            false => fs::set_permissions(&self.folder, Permissions::from_mode(is.mode() | 0o111)),
+        }
+    }
+
+    /// Returns the path of a socket for this process.
+    pub fn ours(&self, name: &str) -> PathBuf {
+        self.folder.join(format!("{name}{}", self.end))
+    }
+
+    /// Returns the path of a socket for QEMU.
+    pub fn theirs(&self, name: &str) -> PathBuf {
+        self.seen.join(format!("{name}{}", self.end))
+    }
 }
 
 impl From<Facts> for Guest {
@@ -353,6 +397,11 @@ impl Guest {
     /// Returns the host's end of one of its channels.
     pub fn channel(&self, name: &str) -> Option<&Path> {
         self.0.channels.get(name).map(PathBuf::as_path)
+    }
+
+    /// Returns where its QEMU can connect to sockets of this process, if not everywhere.
+    pub fn sockets(&self) -> Option<&SocketPlace> {
+        self.0.sockets.as_ref()
     }
 
     /// Returns the host's ends of its channels, by the channels' names.

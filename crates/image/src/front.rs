@@ -304,6 +304,7 @@ mod tests {
             arriving: false,
             tracked: false,
             fetched: None,
+            socket: None,
         };
         FrontFolder::create(&above.join("base"), &spec).unwrap()
     }

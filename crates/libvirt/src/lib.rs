@@ -14,6 +14,7 @@
 //! | [`domain`] | domains: which there are, their XML, their state |
 //! | [`migration`] | the phases of a migration, version 3 |
 //! | [`monitor`] | QMP with a domain's QEMU |
+//! | `sockets` | sockets that a confined QEMU may use |
 //! | [`xml`] | what Longhaul knows of a domain's XML |
 //! | [`manager`] | libvirt as a manager of guests |
 
@@ -24,6 +25,7 @@ pub mod message;
 pub mod migration;
 pub mod monitor;
 mod notes;
+mod sockets;
 pub mod xdr;
 pub mod xml;
 

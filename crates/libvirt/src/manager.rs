@@ -10,6 +10,7 @@ use crate::domain::{Domain, DomainState, Xml};
 use crate::migration::{Cookie as LibvirtCookie, Flags};
 use crate::monitor;
 use crate::notes::{Definition, Note, Notes, Role};
+use crate::sockets;
 use crate::xml::DomainXml;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
@@ -37,11 +38,11 @@ use tokio::task::spawn_blocking;
 
 /// Every move: disks and their caches are Longhaul's affair.
 const FLAGS: Flags = Flags::LIVE.with(Flags::UNSAFE);
-/// The folder in which every QEMU of libvirt may make sockets of these names, whatever confines it:
-/// `NAME.tunnelmigrate.dest.DOMAIN`.
-const SOCKETS: &str = "/var/lib/libvirt/qemu";
-const STREAM: &str = "longhaul";
-const MONITOR: &str = "longhaul-qmp";
+/// The sockets of a domain's QEMU for its stream and for Longhaul's monitor.
+const STREAM: &str = "stream";
+const MONITOR: &str = "qmp";
+/// This process's socket for the stream of a domain that departs.
+const DEPARTURE: &str = "departure";
 const LOGS: &str = "/var/log/libvirt/qemu";
 /// The interval between looks at a state.
 const POLL: Duration = Duration::from_millis(20);
@@ -95,11 +96,6 @@ async fn blocking<T: Send + 'static>(
     }
 }
 
-/// Returns the path of a socket that a domain's QEMU may make.
-fn socket_of(what: &str, domain: &str) -> PathBuf {
-    Path::new(SOCKETS).join(format!("{what}.tunnelmigrate.dest.{domain}"))
-}
-
 impl Libvirt {
     /// Manages the guests of the daemon at a socket, or of the one that is found. The configuration
     /// names what they use on this host.
@@ -145,7 +141,9 @@ impl Libvirt {
         let note = self.notes.read(name).unwrap_or_default();
         let note = note.filter(|note| note.uuid == domain.uuid_text());
         let sender = note.as_ref().and_then(|note| note.sender);
-        let monitor = socket_of(MONITOR, name).display().to_string();
+        let place = sockets::ours(connection, name);
+        let monitor = sockets::made_by_qemu(&place).theirs(MONITOR);
+        let monitor = monitor.display().to_string();
         let described = DomainXml::read(&xml).and_then(|xml| {
             let guest = xml.description(&self.config)?;
             // A destination takes no more than this host would.
@@ -175,6 +173,7 @@ impl Libvirt {
                 sender,
                 log: Path::new(LOGS).join(format!("{name}.log")),
                 channels: BTreeMap::new(),
+                sockets: Some(place),
             })),
             Err(why) => Found::Foreign {
                 name: name.to_owned(),
@@ -250,9 +249,18 @@ impl Libvirt {
             let why = "it has left this host, and libvirt has not ended it here yet: try again";
             return Err(unsuitable(&why));
         }
-        let (stream, monitor) = (socket_of(STREAM, &name), socket_of(MONITOR, &name));
         let read = DomainXml::read(&handoff.begun.xml).map_err(|error| unsuitable(&error))?;
-        let shown = monitor.display().to_string();
+        let (manager, called) = (self.clone(), name.clone());
+        let opened = spawn_blocking(move || {
+            let connection = manager.connect().map_err(|error| error.to_string())?;
+            let connection = connection.ok_or("there is no libvirt here")?;
+            let place = sockets::ours(&connection, &called);
+            sockets::make_for_qemu(&connection, &place)?;
+            Ok::<_, String>((connection, sockets::made_by_qemu(&place)))
+        });
+        let opened = opened.await.map_err(|error| broken(&error))?;
+        let (connection, sockets) = opened.map_err(|error| broken(&error))?;
+        let shown = sockets.theirs(MONITOR).display().to_string();
         let xml = read.with_monitor(&description, &self.config, &shown);
         let xml = xml.map_err(|error| unsuitable(&error))?;
         let defined = handoff
@@ -277,12 +285,9 @@ impl Libvirt {
         self.notes
             .write(&name, &note)
             .map_err(|error| broken(&error))?;
-        let uri = format!("unix://{}", stream.display());
-        let (manager, called) = (self.clone(), name.clone());
+        let uri = format!("unix://{}", sockets.theirs(STREAM).display());
+        let called = name.clone();
         let prepared = blocking(move || {
-            let Some(connection) = manager.connect()? else {
-                return Ok(None);
-            };
             let prepared = connection.prepare(&handoff.begun.cookie, &xml, &uri, FLAGS)?;
             let domain = connection.domain(&called)?;
             Ok(domain.map(|domain| (connection, domain, prepared)))
@@ -290,11 +295,11 @@ impl Libvirt {
         let launched = async {
             let prepared = prepared.await.map_err(|error| broken(&error))?;
             let (connection, domain, LibvirtCookie(cookie)) =
-                prepared.ok_or_else(|| unsuitable(&"there is no libvirt here"))?;
+                prepared.ok_or_else(|| broken(&"libvirt does not have it any more"))?;
             let found = self.look(&connection, &domain);
             match found.map_err(|error| broken(&error))? {
                 Found::Running(guest) => {
-                    let qmp = Qmp::connect(&seen_by(&guest, &monitor), monitor::TIMEOUT).await;
+                    let qmp = Qmp::connect(&sockets.ours(MONITOR), monitor::TIMEOUT).await;
                     let qmp = qmp.map_err(|error| broken(&error))?;
                     let lease = self.lease_holding(&connection, &name, qmp);
                     Ok((guest, lease, Cookie(cookie)))
@@ -305,7 +310,7 @@ impl Libvirt {
         };
         match launched.await {
             Ok((guest, lease, cookie)) => {
-                let socket = seen_by(&guest, &stream);
+                let socket = sockets.ours(STREAM);
                 Ok(Launched {
                     guest,
                     lease,
@@ -327,16 +332,6 @@ impl Libvirt {
             tracing::error!(guest = name, %error, "cannot forget a note about it");
         }
     }
-}
-
-/// Returns the path of a socket of a guest's QEMU as this process sees it: QEMU may have mounts of
-/// its own.
-fn seen_by(guest: &Guest, socket: &Path) -> PathBuf {
-    let Some(pid) = guest.pid() else {
-        return socket.to_owned();
-    };
-    let inside = socket.strip_prefix("/").unwrap_or(socket);
-    PathBuf::from(format!("/proc/{pid}/root")).join(inside)
 }
 
 /// The error where no daemon is found.
@@ -434,7 +429,9 @@ impl GuestManager for Libvirt {
     }
 
     fn incoming_socket(&self, guest: &Guest) -> io::Result<PathBuf> {
-        Ok(seen_by(guest, &socket_of(STREAM, guest.name())))
+        let place = guest.sockets().map(sockets::made_by_qemu);
+        let place = place.ok_or_else(|| io::Error::other("it is no guest of libvirt"))?;
+        Ok(place.ours(STREAM))
     }
 
     fn commit<'a>(
@@ -549,7 +546,9 @@ impl GuestManager for Libvirt {
             let name = guest.name();
             let connection = self.of_lease(name);
             let connection = connection.ok_or_else(|| failed("its lease has ended"))?;
-            let socket = self.notes.socket(name).map_err(failed)?;
+            let place = sockets::ours(&connection, name);
+            place.make().map_err(failed)?;
+            let socket = place.ours(DEPARTURE);
             let performer = Arc::new(Performer::new(self, connection, (name, prepared)));
             let weak = Arc::downgrade(&performer);
             lock(&self.shared.performers).insert(name.to_owned(), weak);

@@ -89,12 +89,6 @@ impl Notes {
         }
     }
 
-    /// Returns the path of a socket in the folder, which only this account can enter.
-    pub(crate) fn socket(&self, name: &str) -> io::Result<PathBuf> {
-        self.make()?;
-        Ok(self.file(name)?.with_extension("sock"))
-    }
-
     fn make(&self) -> io::Result<()> {
         let mut folder = DirBuilder::new();
         folder.recursive(true).mode(0o700).create(&self.0)

@@ -225,6 +225,7 @@ impl Proxmox {
             sender: note.and_then(|note| note.sender),
             log: self.log(&name),
             channels: BTreeMap::new(),
+            sockets: None,
         }))))
     }
 

@@ -70,6 +70,7 @@ impl Processes {
             arriving: false,
             tracked: false,
             fetched: None,
+            socket: None,
         };
         let folder = FrontFolder::create(&path, &spec).unwrap();
         let front = Front {

@@ -4,6 +4,7 @@ use super::{FLAGS, Libvirt, POLL};
 use crate::connection::{Connection, LibvirtError};
 use crate::domain::{DomainState, PausedFor};
 use crate::migration::{Cookie, Outcome};
+use crate::sockets;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use longhaul_hypervisor::memory::{Continuation, Migrator, OutgoingError, SourceError};
@@ -69,6 +70,12 @@ impl Performer {
     async fn begin(&self, qmp: &Qmp, path: &Path) -> Result<(), String> {
         use std::sync::atomic::Ordering;
         let (connection, name) = (self.connection.clone(), self.name.clone());
+        // The daemon connects, and may have mounts of its own.
+        let place = sockets::ours(&connection, &name);
+        let path = path
+            .strip_prefix(&place.folder)
+            .map(|end| place.seen.join(end));
+        let path = path.map_err(|_| "its socket is in another folder")?;
         let uri = format!("unix://{}", path.display());
         let again = self.again.swap(true, Ordering::Relaxed);
         let prepared = self.prepared.clone();

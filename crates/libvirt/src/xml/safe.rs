@@ -382,7 +382,8 @@ fn attributes(node: Node<'_, '_>) -> Result<(), XmlError> {
 fn is_harmless_label(label: Node<'_, '_>) -> bool {
     match (label.attribute("type"), label.attribute("model")) {
         (Some("dynamic"), _) => child(label, "baselabel").is_none(),
-        (Some("none"), model) => matches!(model, None | Some("none")),
+        // Without a model it would be about all of them.
+        (Some("none"), model) => model == Some("none"),
         _ => false,
     }
 }

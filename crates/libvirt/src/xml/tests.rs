@@ -152,6 +152,7 @@ fn another_host_chooses_no_file_and_no_program_here() {
     }
     for harmless in [
         "<seclabel type='dynamic' model='dac' relabel='yes'/>",
+        "<seclabel type='none' model='none'/>",
         "<resource><partition>/machine</partition></resource>",
         "<metadata><a:b xmlns:a='urn:a'>/etc/passwd</a:b></metadata>",
     ] {
@@ -186,6 +187,7 @@ fn another_host_chooses_no_file_and_no_program_here() {
         "<launchSecurity type='sev'/>",
         "<seclabel type='static' model='dac'><label>root:root</label></seclabel>",
         "<seclabel type='none' model='apparmor'/>",
+        "<seclabel type='none'/>",
         "<sysinfo type='fwcfg'><entry name='a' file='/etc/shadow'/></sysinfo>",
         "<bootloader>/bin/sh</bootloader>",
     ] {

@@ -69,6 +69,9 @@ pub(crate) struct Note {
     /// Set for a disk whose writes are tracked without a move.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) tracks: Option<Tracks>,
+    /// QEMU's path of the export's socket, where that is not in the export's folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    socket: Option<PathBuf>,
 }
 
 /// How a disk arrives.
@@ -193,7 +196,10 @@ impl Noted {
     pub(crate) fn front(&self) -> Front {
         Front {
             node: self.note.node.clone(),
-            socket: self.folder().socket(),
+            socket: match &self.note.socket {
+                Some(socket) => socket.clone(),
+                None => self.folder().socket(),
+            },
             export: self.note.export.clone(),
         }
     }
@@ -294,9 +300,13 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
     let pid = guest.pid().unwrap_or_default();
     let uid = Account::of_process(pid)?.uid.as_raw();
     let ours = nix::unistd::geteuid().as_raw();
-    if uid != ours {
-        let_through(state)?;
+    let place = guest.sockets();
+    match place {
+        Some(place) => place.make()?,
+        None if uid != ours => let_through(state)?,
+        None => {}
     }
+    let number = n.to_string();
     let export = random_name()?;
     let note = Note {
         guest: guest.name().to_owned(),
@@ -311,6 +321,7 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
         arriving: below.arriving,
         left: below.left,
         tracks: None,
+        socket: place.map(|place| place.theirs(&number)),
     };
     let noted = Noted::new(folder, note);
     noted.write()?;
@@ -325,6 +336,7 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
         arriving: below.arriving.is_some(),
         tracked: below.tracked,
         fetched: None,
+        socket: place.map(|place| place.ours(&number)),
     };
     FrontFolder::create(noted.path(), &spec).map_err(io::Error::other)?;
     Ok(noted)

@@ -212,6 +212,7 @@ impl Context {
                 repository: config.repository.to_string(),
                 environment: environment(),
             }),
+            socket: None,
         })
     }
 

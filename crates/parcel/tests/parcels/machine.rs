@@ -127,6 +127,7 @@ impl Machine {
                 arriving: false,
                 tracked: true,
                 fetched: None,
+                socket: None,
             };
             let path = self.above.join(format!("f{}", self.records));
             let front = FrontFolder::create(&path, &spec).unwrap();

@@ -38,6 +38,10 @@ pub struct FrontSpec {
     /// Where the missing content of a base image is fetched from; `None` for any other disk.
     #[serde(default)]
     pub fetched: Option<Fetched>,
+    /// The path of the socket for QEMU, where QEMU may not use those in the export's folder. This
+    /// account alone must be able to change the folder that it is in.
+    #[serde(default)]
+    pub socket: Option<PathBuf>,
 }
 
 /// The repository that a base image is fetched from while a guest uses it. This crate only stores
@@ -128,9 +132,14 @@ impl FrontFolder {
         })
     }
 
-    /// Returns the socket that QEMU connects to.
+    /// Returns the socket that QEMU connects to, unless the description has another one.
     pub fn socket(&self) -> PathBuf {
         self.0.join("nbd")
+    }
+
+    /// Returns the socket that QEMU connects to.
+    pub(super) fn socket_of(&self, spec: &FrontSpec) -> PathBuf {
+        spec.socket.clone().unwrap_or_else(|| self.socket())
     }
 
     /// Returns whether the fallback has answered since the owner last acknowledged it.
@@ -234,6 +243,19 @@ impl FrontFolder {
 
     /// Removes the folder, once no supervisor runs.
     pub fn remove(&self) -> Result<(), FolderError> {
+        // A supervisor that was killed has left its socket there.
+        if let Ok(FrontSpec {
+            socket: Some(socket),
+            ..
+        }) = self.spec()
+        {
+            match fs::remove_file(&socket) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(failed(&socket, error));
+                }
+                _ => {}
+            }
+        }
         match fs::remove_dir_all(&self.0) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed(&self.0, error)),
             _ => Ok(()),
@@ -254,7 +276,14 @@ impl FrontFolder {
 
     /// Listens in place of an earlier listener: at every moment clients find one of them.
     pub(super) fn listen(&self, at: &Path, uid: Option<u32>) -> Result<UnixListener, FolderError> {
-        let new = self.own().join("new");
+        let new: PathBuf = match at.starts_with(&self.0) {
+            true => self.own().join("new"),
+            false => {
+                let mut new = at.as_os_str().to_owned();
+                new.push(".new");
+                new.into()
+            }
+        };
         let listen = || {
             match fs::remove_file(&new) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -294,6 +323,7 @@ mod tests {
             arriving: false,
             tracked: false,
             fetched: None,
+            socket: None,
         };
         FrontFolder::create(&path, &spec).unwrap();
         FrontFolder::create(&path, &spec).unwrap_err();
@@ -309,6 +339,7 @@ mod tests {
         assert_eq!(mode(&folder.socket()), 0o600);
         // A second time, in its place.
         let _next = folder.listen(&folder.socket(), None).unwrap();
+        assert_eq!(folder.socket_of(&spec), folder.socket());
 
         assert!(!folder.fell_back());
         folder.note_fallback().unwrap();
@@ -324,5 +355,30 @@ mod tests {
         folder.spec().unwrap_err();
         fs::write(folder.spec_file(), b"").unwrap();
         assert!(!folder.is_made());
+    }
+
+    #[test]
+    fn a_socket_elsewhere_goes_with_its_folder() {
+        let above = tempfile::tempdir().unwrap();
+        let socket = above.path().join("0.elsewhere");
+        let spec = FrontSpec {
+            image: "/images/vda".into(),
+            size: ExportSize::OfFile,
+            locks: None,
+            name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
+            qemu_uid: None,
+            arriving: false,
+            tracked: false,
+            fetched: None,
+            socket: Some(socket.clone()),
+        };
+        let folder = FrontFolder::create(&above.path().join("vda"), &spec).unwrap();
+        for _ in 0..2 {
+            let _listener = folder.listen(&folder.socket_of(&spec), None).unwrap();
+            assert!(socket.exists() && !folder.socket().exists());
+        }
+        folder.remove().unwrap();
+        assert_eq!(fs::read_dir(above.path()).unwrap().count(), 0);
+        folder.remove().unwrap();
     }
 }

@@ -187,7 +187,7 @@ impl Supervisor {
     ) -> Result<Self, SupervisorError> {
         let turn = Turn::take(&folder.supervision(), TAKE_OVER_PATIENCE)?;
         let spec = folder.spec()?;
-        let listener = folder.listen(&folder.socket(), spec.qemu_uid)?;
+        let listener = folder.listen(&folder.socket_of(&spec), spec.qemu_uid)?;
         let control = folder.listen(&folder.control(), None)?;
         control.set_nonblocking(true)?;
         let mut supervisor = Self {
@@ -226,7 +226,7 @@ impl Supervisor {
 
     fn end(mut self) -> Result<(), SupervisorError> {
         self.locks = None;
-        for socket in [self.folder.socket(), self.folder.control()] {
+        for socket in [self.folder.socket_of(&self.spec), self.folder.control()] {
             fs::remove_file(&socket).map_err(|error| failed(&socket, error))?;
         }
         let status = self.status();

@@ -388,6 +388,7 @@ mod tests {
             arriving: false,
             tracked: false,
             fetched: None,
+            socket: None,
         };
         let front = FrontFolder::create(&folder.path().join("f"), &spec).unwrap();
         let listener = UnixListener::bind(front.owner()).unwrap();

@@ -147,6 +147,7 @@ impl Setting {
             arriving: false,
             tracked: false,
             fetched: None,
+            socket: None,
         };
         let path = above.path().join("front");
         let folder = FrontFolder::create(&path, &spec).unwrap();

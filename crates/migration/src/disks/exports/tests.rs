@@ -26,6 +26,7 @@ pub(crate) fn note(guest: &str, image: &Path) -> Note {
         arriving: None,
         left: None,
         tracks: None,
+        socket: None,
     }
 }
 
@@ -53,6 +54,7 @@ fn an_unreadable_note_costs_only_its_own_guest() {
         arriving: false,
         tracked: false,
         fetched: None,
+        socket: None,
     };
     FrontFolder::create(damaged.path(), &spec).unwrap();
     fs::write(folder(state).join("db.1.0.note"), "{").unwrap();

@@ -56,6 +56,7 @@ impl Fixture {
             arriving: true,
             tracked: false,
             fetched: None,
+            socket: None,
         };
         let folder = FrontFolder::create(&root.path().join("f"), &spec).unwrap();
         let disk = Self::start(&folder, &spec);

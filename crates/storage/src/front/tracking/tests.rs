@@ -39,6 +39,7 @@ impl Fixture {
             arriving: false,
             tracked: true,
             fetched: None,
+            socket: None,
         };
         let front = FrontFolder::create(&above.path().join("f"), &spec).unwrap();
         begin(&front, IMAGE_BYTES).unwrap();
