@@ -12,6 +12,7 @@ use crate::lab::Host;
 use crate::process::{self, run, wait_until};
 use longhaul_protocol::guest::{GuestDescription, Nic};
 use std::fs::{self, File};
+use std::os::unix::fs::chown;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -27,24 +28,20 @@ const FOLDERS: [(&str, &str); 7] = [
     ("/var/log/libvirt", "log"),
     ("/var/cache/libvirt", "cache"),
     ("/var/log/swtpm", "tpm-log"),
-    ("/var/lib/swtpm-localca", "tpm-certificates"),
+    ("/var/lib/swtpm-localca", CERTIFICATES),
     ("/etc/libvirt", "etc"),
 ];
 /// The time limit for a daemon's start. The first one asks each QEMU what it can do.
 const START_LIMIT: Duration = Duration::from_secs(120);
-/// QEMU runs as root, as all of a laboratory does, and without control groups: the daemons of two
-/// hosts would make them by the same names.
-const QEMU_CONF: &str = "\
-user = \"root\"
-group = \"root\"
-swtpm_user = \"root\"
-swtpm_group = \"root\"
-dynamic_ownership = 0
-security_driver = \"none\"
-cgroup_controllers = [ ]
-namespaces = [ ]
-stdio_handler = \"file\"
-";
+/// The accounts of Debian's packages for QEMUs and for emulated TPMs.
+const ACCOUNT: &str = "libvirt-qemu";
+const TPM_ACCOUNT: &str = "tss";
+/// A device with the number of KVM's that everybody may open, as on a host with udev's rules.
+/// libvirt asks a QEMU again what it can do for as long as its account cannot open it.
+const KVM: &str = "kvm";
+
+/// The folder of the certificates of emulated TPMs, which belongs to their account.
+const CERTIFICATES: &str = "tpm-certificates";
 
 /// A release of libvirt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,6 +90,28 @@ impl Release {
     }
 }
 
+/// An account of this machine. A release in a root of its own knows others, so it gets numbers.
+struct Account {
+    user: u32,
+    group: u32,
+}
+
+impl Account {
+    fn of(name: &str) -> Result<Self, LabError> {
+        let number = |which: &str| {
+            let said = run(Command::new("id").args([which, name]))?;
+            said.trim().parse().map_err(|_| LabError::Answer {
+                what: format!("the account {name}"),
+                message: said,
+            })
+        };
+        Ok(Self {
+            user: number("-u")?,
+            group: number("-g")?,
+        })
+    }
+}
+
 /// The daemon of an emulated host. It is ended when this is dropped; its guests are not.
 #[derive(Debug)]
 pub struct Libvirt {
@@ -119,7 +138,18 @@ impl Libvirt {
             "auth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\nhost_uuid = \"{}\"\n",
             uuid.trim()
         );
-        for (name, content) in [("libvirtd.conf", daemon.as_str()), ("qemu.conf", QEMU_CONF)] {
+        let (qemu, tpm) = (Account::of(ACCOUNT)?, Account::of(TPM_ACCOUNT)?);
+        let certificates = folder.join(CERTIFICATES);
+        let owned = chown(&certificates, Some(tpm.user), Some(tpm.group));
+        owned.during(|| format!("give away {}", certificates.display()))?;
+        // As Debian has it, but for what two daemons of one machine cannot share: control groups
+        // would have the same names.
+        let qemu = format!(
+            "user = \"+{}\"\ngroup = \"+{}\"\nswtpm_user = \"+{}\"\nswtpm_group = \"+{}\"\n\
+             cgroup_controllers = [ ]\nstdio_handler = \"file\"\n",
+            qemu.user, qemu.group, tpm.user, tpm.group
+        );
+        for (name, content) in [("libvirtd.conf", &daemon), ("qemu.conf", &qemu)] {
             let path = folder.join("etc").join(name);
             fs::write(&path, content).during(|| format!("write {}", path.display()))?;
         }
@@ -138,20 +168,26 @@ impl Libvirt {
         let log = File::options().create(true).append(true).open(&log);
         let log = log.during(|| format!("open the log in {}", folder.display()))?;
         let mut script = String::from("set -e\n");
-        let mut bind = |own: &Path, path: &str| {
-            script += &format!("mount --bind '{}' {path}\n", own.display());
-        };
+        let bind = |own: &Path, path: &str| format!("mount --bind '{}' {path}\n", own.display());
         let root = release.root();
         if let Some(root) = &root {
-            bind(&root.join("etc"), "/etc");
+            script += &bind(&root.join("etc"), "/etc");
         }
         for (path, own) in FOLDERS {
             fs::create_dir_all(path).during(|| format!("make {path}"))?;
-            bind(&folder.join(own), path);
+            script += &bind(&folder.join(own), path);
+        }
+        if Path::new("/dev/kvm").exists() {
+            let kvm = folder.join(KVM);
+            script += &format!(
+                "[ -e '{0}' ] || mknod -m 666 '{0}' c 10 232\n",
+                kvm.display()
+            );
+            script += &bind(&kvm, "/dev/kvm");
         }
         // The last one: what it has may not run with this host's `/etc`, nor the other way round.
         if let Some(root) = &root {
-            bind(&root.join("usr"), "/usr");
+            script += &bind(&root.join("usr"), "/usr");
         }
         script += &format!("exec {DAEMON} --pid-file /run/libvirt/libvirtd.pid\n");
         let mut command = Command::new("unshare");

@@ -7,6 +7,7 @@
 )]
 
 mod agents;
+mod confined;
 mod deaths;
 mod newest;
 mod people;

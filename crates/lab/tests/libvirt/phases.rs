@@ -63,7 +63,10 @@ struct Phases {
     ends: [Connection; 2],
     domain: Domain,
     begun: Begun,
+    /// The source connects to the first. The destination's QEMU makes the second.
     sockets: [PathBuf; 2],
+    /// The path of the second for QEMU.
+    seen: PathBuf,
 }
 
 impl Phases {
@@ -72,7 +75,11 @@ impl Phases {
         let domain = ends[0].domain(GUEST).unwrap().unwrap();
         let begun = ends[0].begin(&domain, FLAGS).unwrap();
         assert!(begun.xml.contains(&domain.uuid_text()));
-        let sockets = ["from", "to"].map(|end| stage.socket(&format!("lv-{end}-{from}")));
+        // Where QEMU's account can make one.
+        let made = format!("qemu/lv-to-{from}");
+        let seen = Path::new("/var/lib/libvirt").join(&made);
+        let made = stage.daemons[to].folder_of_state().join(made);
+        let sockets = [stage.socket(&format!("lv-from-{from}")), made];
         for socket in &sockets {
             let _ = fs::remove_file(socket);
         }
@@ -81,12 +88,13 @@ impl Phases {
             domain,
             begun,
             sockets,
+            seen,
         }
     }
 
     fn prepare(&self) -> Cookie {
-        let Self { begun, sockets, .. } = self;
-        let prepared = self.ends[1].prepare(&begun.cookie, &begun.xml, &uri(&sockets[1]), FLAGS);
+        let Self { begun, seen, .. } = self;
+        let prepared = self.ends[1].prepare(&begun.cookie, &begun.xml, &uri(seen), FLAGS);
         prepared.unwrap()
     }
 
@@ -291,7 +299,7 @@ fn calls_are_those_of_libvirts_own_client() {
     let domain = connection.domain(GUEST).unwrap().unwrap();
     let command = r#"{"execute":"query-status"}"#;
     type Call = fn(&Connection, &Domain);
-    let pairs: [(&[&str], Call); 9] = [
+    let pairs: [(&[&str], Call); 10] = [
         (&["list", "--all"], |it, _| drop(it.domains().unwrap())),
         (&["dumpxml", GUEST], |it, domain| {
             drop(it.xml(domain, Xml::Live).unwrap());
@@ -309,6 +317,9 @@ fn calls_are_those_of_libvirts_own_client() {
             it.autostarts(domain).unwrap();
             it.is_persistent(domain).unwrap();
             it.has_saved_state(domain).unwrap();
+        }),
+        (&["capabilities"], |it, _| {
+            it.account_of_qemu().unwrap().unwrap();
         }),
         (&["version", "--daemon"], |it, _| {
             it.version().unwrap();
