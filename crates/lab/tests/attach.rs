@@ -206,15 +206,19 @@ fn another_file_of_variables_is_refused(stage: &Stage, script: &Script) {
     fs::rename(&aside, &file).unwrap();
 }
 
+/// Two of the four pairs each day.
 #[test]
 fn a_script_s_guest_is_moved_and_verified() {
-    for (qemus, machine) in [
-        (["10.0", "10.0"], "q35"),
-        (["7.2", "7.2"], "pc"),
-        (["7.2", "10.0"], "pc-q35-7.2"),
+    for (turn, qemus, machine) in [
+        (0, ["10.0", "10.0"], "q35"),
+        (0, ["7.2", "10.0"], "pc-q35-7.2"),
+        (1, ["7.2", "7.2"], "pc"),
         // The requirements of this balloon there: docs/decisions/0009.
-        (["11.1", "11.1"], "q35"),
+        (1, ["11.1", "11.1"], "q35"),
     ] {
+        if !installed::is_its_day(turn, 2) {
+            continue;
+        }
         let Some(mut stage) = Stage::new("attach", qemus, LINK) else {
             continue;
         };

@@ -38,12 +38,16 @@ enum Who {
 
 #[test]
 fn a_domain_survives_the_death_of_either_agent() {
-    survives(Release::Installed, Who::Agent, &DEATHS);
+    if installed::is_its_day(1, 2) {
+        survives(Release::Installed, Who::Agent, &DEATHS);
+    }
 }
 
 #[test]
 fn a_domain_survives_the_restart_of_either_daemon() {
-    survives(Release::Installed, Who::Daemon, &RESTARTS);
+    if installed::is_its_day(0, 2) {
+        survives(Release::Installed, Who::Daemon, &RESTARTS);
+    }
 }
 
 pub(crate) fn survives_on_the_newest() {
