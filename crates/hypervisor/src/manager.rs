@@ -74,6 +74,18 @@ pub trait GuestManager: Send + Sync {
         Vec::new()
     }
 
+    /// Returns what the manager of a destination needs for [`GuestManager::obstacles`]. Changes
+    /// nothing.
+    fn outlook(&self, _guest: &Guest) -> io::Result<Cookie> {
+        Ok(Cookie::default())
+    }
+
+    /// Returns what keeps a guest of this manager from coming here, by the outlook that its manager
+    /// at the source has. It comes from another host. Changes nothing.
+    fn obstacles(&self, _guest: &GuestDescription, _outlook: &Managed) -> Vec<Check> {
+        Vec::new()
+    }
+
     /// Launches the QEMU of a guest that arrives. It is paused, and takes no stream yet. After an
     /// error nothing of it remains, except where the error says so. The launch is completed even if
     /// the future is dropped.

@@ -9,8 +9,8 @@ use crate::manager::{
 use crate::starter::Starter;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use longhaul_protocol::guest::{GuestDescription, Manager};
-use longhaul_protocol::message::Check;
+use longhaul_protocol::guest::{GuestDescription, Managed, Manager};
+use longhaul_protocol::message::{Check, Verdict};
 use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
@@ -50,6 +50,10 @@ impl Managers {
         let others = self.others.iter().map(|(_, guests)| &**guests);
         std::iter::once(launcher).chain(others)
     }
+}
+
+fn not_here(by: Manager) -> String {
+    format!("it is a guest of {by}, which this host does not have")
 }
 
 impl GuestManager for Managers {
@@ -94,6 +98,24 @@ impl GuestManager for Managers {
             .collect()
     }
 
+    fn outlook(&self, guest: &Guest) -> io::Result<Cookie> {
+        self.of(guest).outlook(guest)
+    }
+
+    fn obstacles(&self, guest: &GuestDescription, outlook: &Managed) -> Vec<Check> {
+        match self.by(Some(outlook.by)) {
+            Some(manager) => manager.obstacles(guest, outlook),
+            None => vec![Check {
+                verdict: Verdict::Refused,
+                text: not_here(outlook.by),
+                hint: Some(format!(
+                    "enable {} in that agent's configuration",
+                    outlook.by
+                )),
+            }],
+        }
+    }
+
     fn launch_incoming(
         &self,
         incoming: IncomingGuest,
@@ -102,8 +124,7 @@ impl GuestManager for Managers {
         match self.by(by) {
             Some(manager) => manager.launch_incoming(incoming),
             None => {
-                let by = by.map(|by| by.to_string()).unwrap_or_default();
-                let text = format!("it is a guest of {by}, which this host does not have");
+                let text = by.map(not_here).unwrap_or_default();
                 async { Err(LaunchIncomingError::Unsuitable(text)) }.boxed()
             }
         }

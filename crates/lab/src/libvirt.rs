@@ -257,6 +257,21 @@ impl Libvirt {
         self.wait_until_it_answers()
     }
 
+    /// Hides a program from the daemon, or shows it again, as if it were not installed.
+    ///
+    /// # Errors
+    /// When it cannot be done.
+    pub fn hide(&self, program: &Path, hidden: bool) -> Result<(), LabError> {
+        let pid = self.process.id().to_string();
+        let mut command = Command::new("nsenter");
+        command.args(["--mount", "--target", &pid]);
+        match hidden {
+            true => command.args(["mount", "--bind", "/dev/null"]),
+            false => command.arg("umount"),
+        };
+        run(command.arg(program)).map(drop)
+    }
+
     /// Returns a command of libvirt's own client.
     pub fn virsh(&self, words: &[&str]) -> Command {
         virsh_at(&self.socket(), words)

@@ -1,6 +1,7 @@
 //! libvirt as a manager of guests: a move is a migration of libvirt's, whose phases the two agents
 //! call, each at its own daemon.
 
+mod arrival;
 mod ends;
 mod handoff;
 mod perform;
@@ -9,7 +10,7 @@ use crate::connection::{Connection, LibvirtError, SOCKETS as SOCKETS_OF_DAEMONS,
 use crate::domain::{Domain, DomainState, Xml};
 use crate::migration::{Cookie as LibvirtCookie, Flags};
 use crate::monitor;
-use crate::notes::{Definition, Note, Notes, Role};
+use crate::notes::{Note, Notes, Role};
 use crate::sockets;
 use crate::xml::DomainXml;
 use futures_util::FutureExt;
@@ -25,7 +26,8 @@ use longhaul_hypervisor::manager::{
 use longhaul_hypervisor::process::ProcessId;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_hypervisor::starter::Starter;
-use longhaul_protocol::guest::{Managed, Manager};
+use longhaul_protocol::guest::{GuestDescription, Managed, Manager};
+use longhaul_protocol::message::Check;
 use perform::Performer;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt::Display;
@@ -246,10 +248,10 @@ impl Libvirt {
         let name = description.name.clone();
         let left = self.notes.read(&name).map_err(|error| broken(&error))?;
         if left.is_some_and(|note| note.role == Role::Left) {
-            let why = "it has left this host, and libvirt has not ended it here yet: try again";
-            return Err(unsuitable(&why));
+            return Err(unsuitable(&arrival::STILL_HERE));
         }
-        let read = DomainXml::read(&handoff.begun.xml).map_err(|error| unsuitable(&error))?;
+        let accepted = self.accept(&description, &handoff);
+        let accepted = accepted.map_err(|error| unsuitable(&error))?;
         let (manager, called) = (self.clone(), name.clone());
         let opened = spawn_blocking(move || {
             let connection = manager.connect().map_err(|error| error.to_string())?;
@@ -260,27 +262,15 @@ impl Libvirt {
         });
         let opened = opened.await.map_err(|error| broken(&error))?;
         let (connection, sockets) = opened.map_err(|error| broken(&error))?;
-        let shown = sockets.theirs(MONITOR).display().to_string();
-        let xml = read.with_monitor(&description, &self.config, &shown);
-        let xml = xml.map_err(|error| unsuitable(&error))?;
-        let defined = handoff
-            .defined
-            .as_deref()
-            .map(|defined| DomainXml::read(defined)?.for_host(&description, &self.config));
-        let defined = defined.transpose().map_err(|error| unsuitable(&error))?;
-        let definition = defined.map(|xml| Definition {
-            xml,
-            autostarts: handoff.autostarts,
-        });
         let note = Note {
-            uuid: read.uuid().unwrap_or_default().to_owned(),
+            uuid: accepted.uuid,
             role: Role::Arrives,
             generation,
             sender: Some(sender),
             stops: false,
             autostart_off: None,
             began_ns: 0,
-            definition,
+            definition: accepted.definition,
         };
         self.notes
             .write(&name, &note)
@@ -288,7 +278,7 @@ impl Libvirt {
         let uri = format!("unix://{}", sockets.theirs(STREAM).display());
         let called = name.clone();
         let prepared = blocking(move || {
-            let prepared = connection.prepare(&handoff.begun.cookie, &xml, &uri, FLAGS)?;
+            let prepared = connection.prepare(&handoff.begun.cookie, &accepted.xml, &uri, FLAGS)?;
             let domain = connection.domain(&called)?;
             Ok(domain.map(|domain| (connection, domain, prepared)))
         });
@@ -416,6 +406,17 @@ impl GuestManager for Libvirt {
         within: Duration,
     ) -> BoxFuture<'a, Result<Lease, ManagerError>> {
         self.open(guest.name(), within).boxed()
+    }
+
+    fn outlook(&self, guest: &Guest) -> io::Result<Cookie> {
+        let handoff = Self::outlook(self, guest).map_err(other)?;
+        let handoff = handoff.ok_or_else(|| other("libvirt does not have it any more"))?;
+        Ok(handoff.pack())
+    }
+
+    fn obstacles(&self, guest: &GuestDescription, outlook: &Managed) -> Vec<Check> {
+        let found = Self::obstacles(self, guest, &outlook.cookie);
+        found.into_iter().collect()
     }
 
     fn launch_incoming(

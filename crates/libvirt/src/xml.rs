@@ -101,6 +101,26 @@ impl<'a> DomainXml<'a> {
         self.text_at(&["uuid"])
     }
 
+    /// Returns the path of its QEMU.
+    pub fn emulator(&self) -> Option<&str> {
+        self.text_at(&["devices", "emulator"])
+    }
+
+    /// Returns its processor, such as `x86_64`.
+    pub fn arch(&self) -> Option<&str> {
+        self.at(&["os", "type"])?.attribute("arch")
+    }
+
+    /// Returns how it runs: `kvm` or `qemu`.
+    pub fn kind(&self) -> Option<&str> {
+        self.document.root_element().attribute("type")
+    }
+
+    /// Returns whether it has a TPM.
+    pub fn has_tpm(&self) -> bool {
+        self.devices("tpm").next().is_some()
+    }
+
     /// Returns what the domain is in the terms of guests: the files and networks of this host by
     /// their names in its configuration.
     ///

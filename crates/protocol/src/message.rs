@@ -511,6 +511,8 @@ pub struct PortsQuery {
     pub memory: Pulled,
     /// The arbiter that the handover would have, if the source's realm names one.
     pub arbiter: Option<ArbiterQuery>,
+    /// The program that manages the guest, and its outlook for the destination's.
+    pub managed: Option<Managed>,
 }
 
 /// A question about the arbiter of a handover.

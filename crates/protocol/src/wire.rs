@@ -284,7 +284,9 @@ impl Message for ToDestination {
                 check_machine(&asked.asked.query.machine)?;
                 check_files(&asked.asked.files)?;
                 check_disks(&asked.disks)?;
-                check_ports(&asked.asked.query.guest, &asked.ports)
+                check_ports(&asked.asked.query.guest, &asked.ports)?;
+                let managed = asked.managed.as_ref();
+                managed.map_or(Ok(()), |managed| check_cookie(&managed.cookie))
             }
             Self::OfferPorts(offered) => {
                 let FilesOffer { offer, files } = &offered.offered;

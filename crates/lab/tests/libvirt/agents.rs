@@ -12,6 +12,7 @@ use longhaul_lab::process::wait_until;
 use longhaul_libvirt::domain::DomainState;
 use longhaul_protocol::guest::Nic;
 use std::fs;
+use std::path::Path;
 
 #[test]
 fn agents_move_a_domain_there_and_back() {
@@ -132,6 +133,17 @@ pub(crate) fn everything_moves_there_and_back(release: Release) {
             .iter()
             .all(|file| file.iter().any(|byte| *byte != 0))
     );
+    let swtpm = Path::new("/usr/bin/swtpm");
+    for (hidden, expected) in [(true, "install swtpm"), (false, "To go:")] {
+        stage.daemons[1].hide(swtpm, hidden).unwrap();
+        let mut plan = product.agent(0).unwrap().command().unwrap();
+        let plan = plan
+            .args(["plan", GUEST, "--to", "paris"])
+            .output()
+            .unwrap();
+        let plan = String::from_utf8([plan.stdout, plan.stderr].concat()).unwrap();
+        assert!(plan.contains(expected), "{plan}");
+    }
     for [from, to] in [[0, 1], [1, 0]] {
         let before = history.heard().told.done;
         let host = &stage.lab.hosts()[to];
@@ -199,6 +211,18 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
         let text = said(words);
         assert!(text.contains("[kernels.NAME]"), "{words:?}: {text}");
     }
+    // What libvirt at the destination lacks.
+    let plan = || said(&["plan", GUEST, "--to", "paris"]);
+    let qemu = installed::qemu(stage.release.qemu()).unwrap();
+    stage.daemons[1].hide(&qemu, true).unwrap();
+    let without = plan();
+    assert!(without.contains("libvirt cannot take web"), "{without}");
+    assert!(without.contains("install the same QEMU"), "{without}");
+    stage.daemons[1].hide(&qemu, false).unwrap();
+    stage.daemons[1].kill().unwrap();
+    let without = plan();
+    assert!(without.contains("libvirt cannot take web"), "{without}");
+    stage.daemons[1].restart(&stage.lab.hosts()[1]).unwrap();
     let stop = said(&["guests", "stop", GUEST]);
     assert!(stop.contains("virsh shutdown"), "{stop}");
     let tracks = said(&["guests", "track-writes", GUEST]);

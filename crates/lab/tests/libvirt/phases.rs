@@ -6,7 +6,7 @@ use longhaul_lab::process::run;
 use longhaul_libvirt::domain::{DomainState, PausedFor, Xml};
 use longhaul_libvirt::message::{Kind, Message};
 use longhaul_libvirt::migration::{Begun, Cookie, Outcome};
-use longhaul_libvirt::{Connection, Domain};
+use longhaul_libvirt::{Connection, Domain, LaunchedWith};
 use std::fs;
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -299,7 +299,7 @@ fn calls_are_those_of_libvirts_own_client() {
     let domain = connection.domain(GUEST).unwrap().unwrap();
     let command = r#"{"execute":"query-status"}"#;
     type Call = fn(&Connection, &Domain);
-    let pairs: [(&[&str], Call); 10] = [
+    let pairs: [(&[&str], Call); 11] = [
         (&["list", "--all"], |it, _| drop(it.domains().unwrap())),
         (&["dumpxml", GUEST], |it, domain| {
             drop(it.xml(domain, Xml::Live).unwrap());
@@ -318,6 +318,24 @@ fn calls_are_those_of_libvirts_own_client() {
             it.is_persistent(domain).unwrap();
             it.has_saved_state(domain).unwrap();
         }),
+        (
+            &[
+                "domcapabilities",
+                "--emulatorbin=/usr/bin/qemu-system-x86_64",
+                "--arch=x86_64",
+                "--machine=pc-q35-7.2",
+                "--virttype=qemu",
+            ],
+            |it, _| {
+                let with = LaunchedWith {
+                    emulator: "/usr/bin/qemu-system-x86_64",
+                    arch: "x86_64",
+                    machine: "pc-q35-7.2",
+                    kind: "qemu",
+                };
+                it.domain_capabilities(&with).unwrap();
+            },
+        ),
         (&["capabilities"], |it, _| {
             it.account_of_qemu().unwrap().unwrap();
         }),

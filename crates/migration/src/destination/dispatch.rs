@@ -16,6 +16,7 @@ use longhaul_network::member::{GossipError, suite_of};
 use longhaul_overlay::seal::Suite;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::FileClaim;
+use longhaul_protocol::guest::Managed;
 use longhaul_protocol::message::{
     ArbiterQuery, Check, DisksOffer, FilesOffer, FilesQuery, KnownQuery, PortsOffer, PortsQuery,
     Query, Refusal, ToDestination, ToSource, Verdict,
@@ -146,6 +147,7 @@ async fn dispatch(
                 generation,
                 memory,
                 arbiter,
+                managed,
             } = *asked;
             let FilesQuery { mut query, files } = asked;
             port::put(&mut query.guest, ports);
@@ -155,6 +157,7 @@ async fn dispatch(
                 generation: Some(generation),
                 memory,
                 arbiter,
+                managed: managed.as_ref(),
             };
             answer_files(&context, call, asked, &files).await
         }
@@ -226,6 +229,8 @@ struct Inquiry<'a> {
     memory: Pulled,
     /// The arbiter that the handover would have.
     arbiter: Option<ArbiterQuery>,
+    /// The program that manages it, and its outlook.
+    managed: Option<&'a Managed>,
 }
 
 impl<'a> Inquiry<'a> {
@@ -237,6 +242,7 @@ impl<'a> Inquiry<'a> {
             generation: None,
             memory: Pulled::Nothing,
             arbiter: None,
+            managed: None,
         }
     }
 }
@@ -272,6 +278,7 @@ async fn answer_query(
         generation,
         memory,
         arbiter,
+        managed,
     } = asked;
     let peer = call.control.peer().host.clone();
     let brings = Bringing::by(call.control.peer().version);
@@ -288,6 +295,18 @@ async fn answer_query(
     }
     let named = arbiter.map(|asked| arbiter_check(context, &answer.host, asked));
     answer.checks.extend(named);
+    let is_refused = answer
+        .checks
+        .iter()
+        .any(|check| check.verdict == Verdict::Refused);
+    // Its manager would only repeat what is missing here.
+    if let Some(managed) = managed.filter(|_| !is_refused) {
+        let found = block_in_place(|| context.parts.guests.obstacles(guest, managed));
+        answer.checks.extend(found.into_iter().map(|check| Check {
+            text: format!("{}: {}", answer.host, check.text),
+            ..check
+        }));
+    }
     let sends = may_send(&call.control, &answer.host).err();
     let refusals = block_in_place(|| {
         let mut refusals = peer_quota::outlook(context, &peer, guest, generation);

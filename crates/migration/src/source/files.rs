@@ -8,10 +8,11 @@ use channel::TalkError;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::has_open;
+use longhaul_hypervisor::manager::Cookie;
 use longhaul_protocol::Generation;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::{FileClaim, FileKind};
-use longhaul_protocol::guest::{Disk, GuestDescription};
+use longhaul_protocol::guest::{Disk, GuestDescription, Managed};
 use longhaul_protocol::message::{
     ArbiterQuery, Check, FilesQuery, PortsQuery, Query, ToDestination, ToSource, Verdict,
 };
@@ -54,6 +55,8 @@ pub(crate) struct Question {
     pub(crate) follows: Pulled,
     /// The arbiter that the handover would have.
     pub(crate) arbiter: Option<ArbiterQuery>,
+    /// The program that manages it, and its outlook for the destination's.
+    pub(crate) managed: Option<Managed>,
 }
 
 /// The answer of a destination.
@@ -283,6 +286,7 @@ async fn ask_once(
         generation,
         follows: memory,
         arbiter,
+        managed,
     } = question;
     let ports = port::take(&mut query.guest);
     // An older peer is not asked for its room, and not told of the generation: it refuses the
@@ -316,6 +320,7 @@ async fn ask_once(
                 generation,
                 memory,
                 arbiter,
+                managed: managed.clone(),
             })),
         };
         let limit = ANSWER_WITHIN + held.reading_time();
@@ -339,6 +344,19 @@ async fn ask_once(
         }
     }
     Err(TalkError::Unfit("a question is answered by Answer or WantContent").into())
+}
+
+/// Returns what the manager of a guest has for its checks at a destination.
+pub(crate) fn outlook(context: &Context, guest: &Guest) -> Result<Option<Managed>, ApiError> {
+    let Some(by) = guest.owner().manager() else {
+        return Ok(None);
+    };
+    let found = block_in_place(|| context.parts.guests.outlook(guest));
+    let Cookie(cookie) = found.map_err(|error| {
+        let text = format!("{by} does not say what {} needs: {error}", guest.name());
+        ApiError::new(ErrorCode::Qemu, text)
+    })?;
+    Ok(Some(Managed { by, cookie }))
 }
 
 /// Returns a check if the peer is too old to be asked about the arbiter.

@@ -112,6 +112,7 @@ pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<P
         generation: candidate.generation,
         follows: follows_by(request.strategy),
         arbiter: arbiter::question(context, required),
+        managed: files::outlook(context, &candidate.guest)?,
     };
     let asking = (question, &*disks, &known, request.strategy);
     let (control, lacking, may_follow) = ask_there(context, &candidate, asking, &mut plan).await;

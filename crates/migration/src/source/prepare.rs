@@ -459,6 +459,7 @@ impl Preparing {
             generation: self.candidate.generation,
             follows,
             arbiter: arbiter::question(&self.source, self.request.require_arbiter),
+            managed: files::outlook(&self.source, &self.candidate.guest)?,
         };
         let guest = self.candidate.guest.description();
         let brought =

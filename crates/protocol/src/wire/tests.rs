@@ -383,6 +383,10 @@ fn ports_keep_to_the_cards_of_their_guest() {
                     store: StoreId([9; 16]),
                     required: true,
                 }),
+                managed: Some(Managed {
+                    by: Manager::Libvirt,
+                    cookie: vec![7; 3],
+                }),
             })),
             ToDestination::OfferPorts(Box::new(PortsOffer {
                 offered,
