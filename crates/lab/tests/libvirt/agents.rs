@@ -186,7 +186,7 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
     let Some(mut stage) = Stage::build("refusals", Release::Installed) else {
         return;
     };
-    let product = stage.start_agents(&[]);
+    let mut product = stage.start_agents(&[]);
     stage.start_guest();
     let said = |words: &[&str]| {
         let mut command = product.agent(0).unwrap().command().unwrap();
@@ -223,6 +223,32 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
     let without = plan();
     assert!(without.contains("libvirt cannot take web"), "{without}");
     stage.daemons[1].restart(&stage.lab.hosts()[1]).unwrap();
+    // Or what it turns out to lack when it is to launch the domain.
+    let [before, after] = ["offers", "launches"].map(|name| stage.socket(name));
+    let agent = product.agent_mut(0).unwrap();
+    let armed = [
+        ("before-send:offer", &before),
+        ("after-receipt:launching", &after),
+    ]
+    .map(|(point, held)| format!("source:{point}=hold:{}", held.display()));
+    let host = &stage.lab.hosts()[0];
+    agent.restart_to_fail(host, &armed.join(",")).unwrap();
+    let moving = product.migrate(0, GUEST, &stage.lab.hosts()[1], &[]);
+    assert!(wait_until(LIMIT, || before.exists()));
+    stage.daemons[1].hide(&qemu, true).unwrap();
+    fs::remove_file(&before).unwrap();
+    let refused = wait_until(LIMIT, || {
+        after.exists() && product.ends_of_logs().contains("not executable")
+    });
+    assert!(refused, "{}", product.ends_of_logs());
+    fs::remove_file(&after).unwrap();
+    let why = moving.unwrap().finish(LIMIT).unwrap();
+    assert!(why.why().contains("not executable"), "{}", why.why());
+    let said = |words: &[&str]| {
+        let mut command = product.agent(0).unwrap().command().unwrap();
+        let said = command.args(words).output().unwrap();
+        String::from_utf8([said.stdout, said.stderr].concat()).unwrap()
+    };
     let stop = said(&["guests", "stop", GUEST]);
     assert!(stop.contains("virsh shutdown"), "{stop}");
     let tracks = said(&["guests", "track-writes", GUEST]);

@@ -19,6 +19,8 @@ use tokio::task::JoinHandle;
 pub(crate) const OFFER_WITHIN: Duration = Duration::from_secs(120);
 /// The time limit for a destination whose guest another program manages to prepare it.
 const PREPARED_WITHIN: Duration = Duration::from_secs(180);
+/// The time limit for the reason why a destination takes no connection for blocks.
+const REASON_WITHIN: Duration = Duration::from_secs(5);
 /// Time limit for any other answer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
 
@@ -130,7 +132,16 @@ pub(crate) async fn offer(
         attempt: offer.attempt_id(),
         epoch: Epoch(1),
     };
-    let line = bulk(&control, &token, binding, bandwidth_bps).await?;
+    let line = match bulk(&control, &token, binding, bandwidth_bps).await {
+        Ok(line) => line,
+        // A destination that cannot launch the guest takes no such connection, and says why here.
+        Err(error) => {
+            return Err(match receiver.recv_within(REASON_WITHIN).await {
+                Ok(ToSource::Refused(refusal)) => SessionError::Refused(refusal),
+                Ok(_) | Err(_) => error,
+            });
+        }
+    };
     let session = Session {
         control,
         sender,
