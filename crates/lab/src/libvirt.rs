@@ -229,6 +229,11 @@ impl Libvirt {
         self.folder.join("lib")
     }
 
+    /// Returns the number of its process.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
     /// Returns the last lines of its log.
     pub fn end_of_log(&self) -> String {
         let log = fs::read_to_string(self.folder.join("libvirtd.log")).unwrap_or_default();

@@ -162,6 +162,13 @@ pub(crate) fn everything_moves_there_and_back(release: Release) {
             kept(&stage, to) == at_first,
             "firmware or TPM differ at host {to}"
         );
+        // A TPM's secrets do not stay behind.
+        let left = stage.daemons[from]
+            .folder_of_state()
+            .join("swtpm")
+            .join(&uuid);
+        let gone = wait_until(LIMIT, || !left.exists());
+        assert!(gone, "{}", left.display());
         for disk in &disks {
             assert!(stage.at(to, disk).exists());
             let place = stage.at(to, disk).display().to_string();

@@ -3,9 +3,17 @@
 use crate::stage::{GUEST, LIMIT, Stage};
 use longhaul_lab::installed;
 use longhaul_lab::libvirt::Release;
-use longhaul_lab::process::wait_until;
+use longhaul_lab::process::{run, wait_until};
 use longhaul_libvirt::domain::DomainState;
+use longhaul_libvirt::message::{Message, REMOTE};
 use std::fs;
+use std::io::Write;
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+use std::thread;
 
 /// Points at which one of the agents dies.
 const DEATHS: [(usize, &str); 8] = [
@@ -165,4 +173,120 @@ fn a_domain_whose_host_was_started_again_is_started_too() {
         info.contains("Autostart:      enable")
     });
     assert!(enabled, "{}", product.ends_of_logs());
+}
+
+/// Where a daemon dies that was told to run the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Finish {
+    /// It has not read the call.
+    Unread,
+    /// It has answered, and the answer is lost.
+    Answered,
+}
+
+/// Stands between an agent and its daemon, and kills the daemon at a Finish.
+struct Relay {
+    socket: PathBuf,
+    /// When it kills which process.
+    armed: Arc<Mutex<Option<(Finish, u32)>>>,
+}
+
+impl Relay {
+    /// The number of Finish among libvirt's procedures.
+    const FINISH: i32 = 306;
+
+    fn listen(daemon: &Path) -> Self {
+        let socket = daemon.with_file_name("relay-sock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let armed: Arc<Mutex<Option<(Finish, u32)>>> = Arc::default();
+        let (daemon, all) = (daemon.to_owned(), armed.clone());
+        thread::spawn(move || {
+            while let Ok((client, _)) = listener.accept() {
+                // While it is down, its clients are told so.
+                if let Ok(daemon) = UnixStream::connect(&daemon) {
+                    Self::pass_on(client, daemon, &all);
+                }
+            }
+        });
+        Self { socket, armed }
+    }
+
+    fn pass_on(client: UnixStream, daemon: UnixStream, armed: &Arc<Mutex<Option<(Finish, u32)>>>) {
+        let finishing = Arc::new(Mutex::new(None));
+        for is_call in [true, false] {
+            let (mut from, mut to) = match is_call {
+                true => (client.try_clone().unwrap(), daemon.try_clone().unwrap()),
+                false => (daemon.try_clone().unwrap(), client.try_clone().unwrap()),
+            };
+            let (armed, finishing) = (armed.clone(), finishing.clone());
+            thread::spawn(move || {
+                while let Ok(Some(message)) = Message::read(&mut from) {
+                    let header = message.header;
+                    if is_call && header.program == REMOTE && header.procedure == Self::FINISH {
+                        *finishing.lock().unwrap() = Some(header.serial);
+                    }
+                    let here = match is_call {
+                        true => Finish::Unread,
+                        false => Finish::Answered,
+                    };
+                    let mut armed = armed.lock().unwrap();
+                    let of_finish = *finishing.lock().unwrap() == Some(header.serial);
+                    if of_finish && let Some((_, pid)) = armed.take_if(|(at, _)| *at == here) {
+                        run(Command::new("kill").args(["-9", &pid.to_string()])).unwrap();
+                        break;
+                    }
+                    drop(armed);
+                    if to.write_all(&message.frame()).is_err() {
+                        break;
+                    }
+                }
+                let _ = from.shutdown(Shutdown::Both);
+                let _ = to.shutdown(Shutdown::Both);
+            });
+        }
+    }
+}
+
+/// The daemon at the destination dies in the call that lets the guest run. What QEMU itself says
+/// decides where the guest is.
+#[test]
+fn a_domain_survives_the_death_of_a_daemon_in_finish() {
+    let Some(mut stage) = Stage::build("finish", Release::Installed) else {
+        return;
+    };
+    let relay = Relay::listen(&stage.daemons[1].socket());
+    let mut tables = [0, 1].map(|host| stage.tables(host, &[]));
+    let of_libvirt = tables[1]["libvirt"].as_table_mut().unwrap();
+    let socket = relay.socket.display().to_string();
+    of_libvirt.insert("socket".to_owned(), socket.into());
+    let product = stage.start_agents_with(&tables);
+    stage.start_guest();
+    let running = Some(DomainState::Running);
+    for (finish, expected) in [
+        (Finish::Unread, [running, None]),
+        (Finish::Answered, [None, running]),
+    ] {
+        *relay.armed.lock().unwrap() = Some((finish, stage.daemons[1].pid()));
+        let moving = product.migrate(0, GUEST, &stage.lab.hosts()[1], &[]);
+        let died = wait_until(LIMIT, || relay.armed.lock().unwrap().is_none());
+        assert!(died, "{finish:?}: {}", product.ends_of_logs());
+        stage.daemons[1].restart(&stage.lab.hosts()[1]).unwrap();
+        let finished = moving.unwrap().finish(LIMIT).unwrap();
+        let settled = wait_until(LIMIT, || stage.states() == expected);
+        let logs = product.ends_of_logs();
+        assert!(settled, "{finish:?}: {:?}\n{logs}", stage.states());
+        let has_moved = finish == Finish::Answered;
+        assert_eq!(
+            finished.completed(),
+            has_moved,
+            "{}\n{logs}",
+            finished.why()
+        );
+        if has_moved {
+            stage.hear(1);
+        }
+        stage.arena.forget_beats();
+        stage.arena.wait_for_beat(LIMIT).unwrap();
+        stage.verify();
+    }
 }

@@ -171,7 +171,13 @@ impl Libvirt {
                     }
                     None if qmp.is_closed() => return Ok(false),
                     // libvirt has forgotten a QEMU that is there.
-                    None if start.elapsed() > END_TIMEOUT => return Err(nobody()),
+                    None if start.elapsed() > END_TIMEOUT => {
+                        return Err(LibvirtError::Connect {
+                            path: connection.path().to_owned(),
+                            why: "the daemon does not know its QEMU, which still answers"
+                                .to_owned(),
+                        });
+                    }
                     Some(_) | None => thread::sleep(POLL),
                 }
             }
