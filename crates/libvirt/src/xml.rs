@@ -381,6 +381,39 @@ impl<'a> DomainXml<'a> {
         accept(text, guest, config, None)
     }
 
+    /// Returns the disks that have a file: the name under which the guest sees each, and the file.
+    fn disks_with_files(&self) -> Vec<(Option<&str>, Attribute<'_, '_>)> {
+        let disks = self.devices("disk").filter_map(|disk| {
+            let target = child(disk, "target").and_then(|target| target.attribute("dev"));
+            Some((target, path_of(child(disk, "source")?)?))
+        });
+        disks.collect()
+    }
+
+    /// Returns the guest that a definition of this domain, which runs, describes: without the disks
+    /// and cards that were plugged in since its start.
+    pub fn defined(
+        &self,
+        definition: &DomainXml<'_>,
+        guest: &GuestDescription,
+    ) -> GuestDescription {
+        let running = self.disks_with_files();
+        let disks = definition.disks_with_files().into_iter();
+        let disks = disks.filter_map(|(target, _)| {
+            let at = running.iter().position(|(name, _)| *name == target)?;
+            guest.disks.get(at).cloned()
+        });
+        let cards = definition.devices("interface").filter_map(|card| {
+            let mac = child(card, "mac")?.attribute("address")?;
+            guest.nics.iter().find(|nic| nic.mac == mac).cloned()
+        });
+        GuestDescription {
+            disks: disks.collect(),
+            nics: cards.collect(),
+            ..guest.clone()
+        }
+    }
+
     fn changed(
         &self,
         guest: &GuestDescription,
@@ -415,21 +448,18 @@ impl<'a> DomainXml<'a> {
                 changes.extend(change(place, path));
             }
         }
-        let sources = self
-            .devices("disk")
-            .filter_map(|disk| child(disk, "source"));
-        let paths: Vec<Attribute<'_, '_>> = sources.filter_map(path_of).collect();
+        let paths = self.disks_with_files();
         if paths.len() != guest.disks.len() {
             return refuse(
                 format!(
-                    "its XML has {} disks, and its description {}",
+                    "its XML has {} disks, and what runs {}",
                     paths.len(),
                     guest.disks.len()
                 ),
-                "both come from the source: report this",
+                "start the domain again if its definition was edited; otherwise report this",
             );
         }
-        for (disk, path) in guest.disks.iter().zip(paths) {
+        for (disk, (_, path)) in guest.disks.iter().zip(paths) {
             let Some(image) = config.images.get(&disk.image) else {
                 return unknown("images", &disk.image);
             };
@@ -510,16 +540,23 @@ fn accept(
             .map(|it| (it.network.clone(), it.mac.clone()))
             .collect()
     };
+    // What was plugged in while the domain runs need not be in its definition.
+    let is_definition = monitor.is_none();
+    let fits =
+        |arrives: u64, offered: u64| arrives == offered || is_definition && arrives < offered;
     let parts = [
         ("name", arrives.name == guest.name),
         ("machine type", arrives.machine == guest.machine),
-        ("number of vCPUs", arrives.vcpus == guest.vcpus),
-        ("memory", arrives.memory_mib == guest.memory_mib),
+        (
+            "number of vCPUs",
+            fits(arrives.vcpus.into(), guest.vcpus.into()),
+        ),
+        ("memory", fits(arrives.memory_mib, guest.memory_mib)),
         ("kernel", arrives.kernel == guest.kernel),
         // A definition may leave the choice to libvirt.
         (
             "firmware",
-            arrives.firmware == guest.firmware || monitor.is_none() && arrives.firmware.is_none(),
+            arrives.firmware == guest.firmware || is_definition && arrives.firmware.is_none(),
         ),
         ("set of cards", cards(&arrives) == cards(guest)),
         ("set of disks", images(&arrives) == images(guest)),
@@ -527,11 +564,7 @@ fn accept(
     match parts.iter().find(|(_, is_same)| !is_same) {
         None => Ok(text),
         Some((part, _)) => {
-            let which = if monitor.is_some() {
-                "XML"
-            } else {
-                "definition"
-            };
+            let which = if is_definition { "definition" } else { "XML" };
             refuse(
                 format!("its {which} has another {part} than the guest that was offered"),
                 "start the domain again if it was edited; otherwise report this",

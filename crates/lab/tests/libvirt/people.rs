@@ -1,5 +1,5 @@
-//! Domains as `virt-install` writes them, with the devices that it gives them. Their disks are
-//! empty.
+//! Domains as `virt-install` and people write them, with the devices that these give them. Their
+//! disks are empty.
 
 use crate::stage::{LIMIT, Stage};
 use longhaul_lab::installed;
@@ -11,7 +11,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-const DOMAINS: [(&str, &str); 7] = [
+const DOMAINS: [(&str, &str); 8] = [
     ("cloud-init", include_str!("domains/cloud-init.xml")),
     ("debian-default", include_str!("domains/debian-default.xml")),
     ("numa-pinned", include_str!("domains/numa-pinned.xml")),
@@ -19,7 +19,14 @@ const DOMAINS: [(&str, &str); 7] = [
     ("spice-desktop", include_str!("domains/spice-desktop.xml")),
     ("uefi-q35", include_str!("domains/uefi-q35.xml")),
     ("windows-tpm", include_str!("domains/windows-tpm.xml")),
+    (SLOTS, include_str!("domains/slots-queues.xml")),
 ];
+/// As an administrator writes it by hand: slots for memory, more processors than it has at first, a
+/// card of several queues.
+const SLOTS: &str = "slots-queues";
+/// What is plugged in while it runs.
+const DIMM: &str = "<memory model='dimm'><target><size unit='MiB'>64</size><node>1</node></target>\
+                    </memory>";
 /// As OpenStack's Nova writes it: its console has a log.
 const OPENSTACK: (&str, &str) = ("instance-0000001f", include_str!("domains/openstack.xml"));
 /// The bridges in their XML, and the other host's for the same networks.
@@ -101,6 +108,22 @@ impl People {
         self.stage.daemons[0].start_domain(name, &xml).unwrap();
     }
 
+    /// Plugs in memory, a processor and a card, which its definition does not have.
+    fn plug_in(&self, name: &str) {
+        let dimm = self.stage.lab.hosts()[0].folder().join("dimm.xml");
+        fs::write(&dimm, DIMM).unwrap();
+        let daemon = &self.stage.daemons[0];
+        let dimm = dimm.display().to_string();
+        daemon
+            .run(&["attach-device", name, &dimm, "--live"])
+            .unwrap();
+        daemon.run(&["setvcpus", name, "3", "--live"]).unwrap();
+        let bridge = NETWORKS[0][1];
+        let card = ["attach-interface", name, "bridge", bridge, "--model"];
+        let card = [&card[..], &["virtio", "--live"]].concat();
+        daemon.run(&card).unwrap();
+    }
+
     /// Returns whether a domain can move, and what its plan says.
     fn plan(&self, name: &str) -> (bool, String) {
         let mut plan = self.product.agent(0).unwrap().command().unwrap();
@@ -151,6 +174,9 @@ fn domains_of_virt_install_move() {
         if installed::is_its_day(number % 2, 2) {
             eprintln!("{}", domain.0);
             people.start(domain);
+            if domain.0 == SLOTS {
+                people.plug_in(SLOTS);
+            }
             people.moves(domain.0);
         }
     }

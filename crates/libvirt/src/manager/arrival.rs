@@ -42,7 +42,10 @@ impl Libvirt {
         let monitor = sockets::made_by_qemu_as_seen(MONITOR, &guest.name);
         let xml = read.with_monitor(guest, &self.config, &monitor.display().to_string())?;
         let defined = handoff.defined.as_deref();
-        let defined = defined.map(|xml| DomainXml::read(xml)?.for_host(guest, &self.config));
+        let defined = defined.map(|xml| {
+            let defined = DomainXml::read(xml)?;
+            defined.for_host(&read.defined(&defined, guest), &self.config)
+        });
         let autostarts = handoff.autostarts;
         Ok(Accepted {
             uuid: read.uuid().unwrap_or_default().to_owned(),

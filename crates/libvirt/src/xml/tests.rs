@@ -45,6 +45,36 @@ fn here() -> HostConfig {
 }
 
 #[test]
+fn a_definition_may_lack_what_was_plugged_in() {
+    let guest = DomainXml::read(XML).unwrap().description(&here()).unwrap();
+    let card = XML.find("    <interface").unwrap()..XML.find("    <channel").unwrap();
+    let without_card = XML.replace(&XML[card], "");
+    let disk = XML.find("    <disk type='file' device='disk'>").unwrap();
+    let disk = disk..XML.find("    <interface").unwrap();
+    let without_disk = XML.replace(&XML[disk], "");
+    let with_memory = |kib: &str| XML.replace("2097152", kib);
+    let runs = DomainXml::read(XML).unwrap();
+    for definition in [&with_memory("1048576"), &without_card, &without_disk] {
+        let read = DomainXml::read(definition).unwrap();
+        let defined = runs.defined(&read, &guest);
+        assert_eq!(read.for_host(&defined, &here()).unwrap(), *definition);
+        // What runs lacks nothing.
+        assert!(read.with_monitor(&guest, &here(), "/run/m").is_err());
+    }
+    // Another file or card is not taken.
+    for (from, to) in [("web.qcow2", "other.qcow2"), ("b3:23:1b", "b3:23:1c")] {
+        let other = XML.replace(from, to);
+        let read = DomainXml::read(&other).unwrap();
+        let defined = runs.defined(&read, &guest);
+        let taken = read.for_host(&defined, &here());
+        assert!(taken.is_err() || taken == Ok(XML.to_owned()), "{taken:?}");
+    }
+    let more = with_memory("4194304");
+    let more = DomainXml::read(&more).unwrap();
+    assert!(more.for_host(&guest, &here()).is_err());
+}
+
+#[test]
 fn a_domain_is_described_by_names() {
     let xml = DomainXml::read(XML).unwrap();
     assert_eq!(xml.uuid(), Some("67297888-a1e2-4f43-9539-6d11f855afba"));
