@@ -9,10 +9,18 @@ use longhaul_lab::history::workload::Work;
 use longhaul_lab::installed;
 use longhaul_lab::libvirt::{Around, Libvirt, Release, domain_xml};
 use longhaul_lab::process::wait_until;
+use longhaul_lab::product::Product;
 use longhaul_libvirt::domain::DomainState;
 use longhaul_protocol::guest::Nic;
 use std::fs;
 use std::path::Path;
+
+/// Returns all that a command says at the first host.
+fn said(product: &Product, words: &[&str]) -> String {
+    let mut command = product.agent(0).unwrap().command().unwrap();
+    let said = command.args(words).output().unwrap();
+    String::from_utf8([said.stdout, said.stderr].concat()).unwrap()
+}
 
 #[test]
 fn agents_move_a_domain_there_and_back() {
@@ -144,10 +152,11 @@ pub(crate) fn everything_moves_there_and_back(release: Release) {
         let plan = String::from_utf8([plan.stdout, plan.stderr].concat()).unwrap();
         assert!(plan.contains(expected), "{plan}");
     }
-    for [from, to] in [[0, 1], [1, 0]] {
+    for ([from, to], how) in [([0, 1], "auto"), ([1, 0], "hybrid")] {
         let before = history.heard().told.done;
         let host = &stage.lab.hosts()[to];
-        let moving = product.migrate(from, GUEST, host, &["--verify"]).unwrap();
+        let words = ["--verify", "--disks", how];
+        let moving = product.migrate(from, GUEST, host, &words).unwrap();
         let finished = moving.finish(LIMIT).unwrap();
         assert!(
             finished.completed(),
@@ -195,14 +204,15 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
     };
     let mut product = stage.start_agents(&[]);
     stage.start_guest();
-    let said = |words: &[&str]| {
-        let mut command = product.agent(0).unwrap().command().unwrap();
-        let said = command.args(words).output().unwrap();
-        String::from_utf8([said.stdout, said.stderr].concat()).unwrap()
-    };
-    let plan = said(&["plan", GUEST, "--to", "paris", "--strategy", "postcopy"]);
+    let plan = said(
+        &product,
+        &["plan", GUEST, "--to", "paris", "--strategy", "postcopy"],
+    );
     assert!(plan.contains("cannot follow yet"), "{plan}");
-    let migrate = said(&["migrate", GUEST, "--to", "paris", "--strategy", "hybrid"]);
+    let migrate = said(
+        &product,
+        &["migrate", GUEST, "--to", "paris", "--strategy", "hybrid"],
+    );
     assert!(migrate.contains("cannot follow yet"), "{migrate}");
     // A domain whose files have no names here.
     let mut other = Tiny::calm("other").description();
@@ -215,19 +225,19 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
         &["plan", "other", "--to", "paris"],
         &["migrate", "other", "--to", "paris"],
     ] {
-        let text = said(words);
+        let text = said(&product, words);
         assert!(text.contains("[kernels.NAME]"), "{words:?}: {text}");
     }
     // What libvirt at the destination lacks.
-    let plan = || said(&["plan", GUEST, "--to", "paris"]);
+    let plan = |product: &Product| said(product, &["plan", GUEST, "--to", "paris"]);
     let qemu = installed::qemu(stage.release.qemu()).unwrap();
     stage.daemons[1].hide(&qemu, true).unwrap();
-    let without = plan();
+    let without = plan(&product);
     assert!(without.contains("libvirt cannot take web"), "{without}");
     assert!(without.contains("install the same QEMU"), "{without}");
     stage.daemons[1].hide(&qemu, false).unwrap();
     stage.daemons[1].kill().unwrap();
-    let without = plan();
+    let without = plan(&product);
     assert!(without.contains("libvirt cannot take web"), "{without}");
     stage.daemons[1].restart(&stage.lab.hosts()[1]).unwrap();
     // Or what it turns out to lack when it is to launch the domain.
@@ -251,14 +261,9 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
     fs::remove_file(&after).unwrap();
     let why = moving.unwrap().finish(LIMIT).unwrap();
     assert!(why.why().contains("not executable"), "{}", why.why());
-    let said = |words: &[&str]| {
-        let mut command = product.agent(0).unwrap().command().unwrap();
-        let said = command.args(words).output().unwrap();
-        String::from_utf8([said.stdout, said.stderr].concat()).unwrap()
-    };
-    let stop = said(&["guests", "stop", GUEST]);
+    let stop = said(&product, &["guests", "stop", GUEST]);
     assert!(stop.contains("virsh shutdown"), "{stop}");
-    let tracks = said(&["guests", "track-writes", GUEST]);
+    let tracks = said(&product, &["guests", "track-writes", GUEST]);
     assert!(tracks.contains("not tracked yet"), "{tracks}");
     let running = Some(DomainState::Running);
     assert_eq!(stage.states(), [running, None]);
@@ -272,6 +277,7 @@ fn a_move_of_a_domain_can_be_given_up() {
     };
     let product = stage.start_agents(&[]);
     stage.start_guest();
+    stage.daemons[0].run(&["autostart", GUEST]).unwrap();
     let running = Some(DomainState::Running);
     for by in ["longhaul", "virsh"] {
         let to = &stage.lab.hosts()[1];
@@ -287,6 +293,11 @@ fn a_move_of_a_domain_can_be_given_up() {
         assert!(!finished.completed(), "{by}");
         let logs = product.ends_of_logs();
         stage.wait_for([running, None]);
+        let starts = wait_until(LIMIT, || {
+            let info = stage.daemons[0].run(&["dominfo", GUEST]).unwrap();
+            info.contains("Autostart:      enable")
+        });
+        assert!(starts, "{by}: {logs}");
         stage.arena.forget_beats();
         let beat = stage.arena.wait_for_beat(LIMIT);
         assert!(beat.is_ok(), "{by}: {logs}");
