@@ -460,19 +460,32 @@ impl GuestManager for Libvirt {
                 }
             });
             let broke = |error| CommitError::Unknown(format!("a part of the agent broke: {error}"));
-            match (committed.await.map_err(broke)?, monitor) {
-                (Err(CommitError::Unknown(why)), Some(monitor)) => {
-                    self.what_became(&name, monitor, (why, runs)).await?;
+            let committed = match (committed.await.map_err(broke)?, monitor) {
+                (Err(CommitError::Unknown(why)), Some((qmp, events))) => {
+                    let became = self.what_became(&name, (qmp.clone(), events), (why, runs));
+                    became.await.map_err(|error| (error, qmp.is_closed()))
                 }
-                (committed, _) => committed?,
-            }
-            // The guest runs, so what fails from here on is not a part of the move.
-            let noted = self.notes.change(&name, |note| {
-                note.role = Role::Here;
-                note.generation = generation;
-            });
-            if let Err(error) = noted {
-                tracing::error!(guest = name, %error, "cannot note the generation");
+                (committed, _) => committed.map_err(|error| (error, false)),
+            };
+            // What fails from here on is not a part of the move.
+            let is_here = || {
+                let noted = self.notes.change(&name, |note| {
+                    note.role = Role::Here;
+                    note.generation = generation;
+                });
+                if let Err(error) = noted {
+                    tracing::error!(guest = name, %error, "cannot note the generation");
+                }
+            };
+            match committed {
+                Ok(()) => is_here(),
+                // It has run, and its QEMU has ended: from here it can be started again.
+                Err((error @ CommitError::Unknown(_), true)) => {
+                    is_here();
+                    self.settle_one(&name);
+                    return Err(error);
+                }
+                Err((error, _)) => return Err(error),
             }
             if let Err(error) = self.define(&name).await {
                 tracing::error!(guest = name, error, "it runs, and is not defined yet");

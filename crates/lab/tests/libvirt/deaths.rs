@@ -182,14 +182,18 @@ enum Finish {
     Unread,
     /// It has answered, and the answer is lost.
     Answered,
+    /// As before, and the guest's QEMU has ended too.
+    Ended,
 }
 
 /// Stands between an agent and its daemon, and kills the daemon at a Finish.
 struct Relay {
     socket: PathBuf,
     /// When it kills which process.
-    armed: Arc<Mutex<Option<(Finish, u32)>>>,
+    armed: Armed,
 }
+
+type Armed = Arc<Mutex<Option<(Finish, Vec<u32>)>>>;
 
 impl Relay {
     /// The number of Finish among libvirt's procedures.
@@ -198,20 +202,21 @@ impl Relay {
     fn listen(daemon: &Path) -> Self {
         let socket = daemon.with_file_name("relay-sock");
         let listener = UnixListener::bind(&socket).unwrap();
-        let armed: Arc<Mutex<Option<(Finish, u32)>>> = Arc::default();
+        let armed = Armed::default();
         let (daemon, all) = (daemon.to_owned(), armed.clone());
+        let pid_file = daemon.with_file_name("qemu").join(format!("{GUEST}.pid"));
         thread::spawn(move || {
             while let Ok((client, _)) = listener.accept() {
                 // While it is down, its clients are told so.
                 if let Ok(daemon) = UnixStream::connect(&daemon) {
-                    Self::pass_on(client, daemon, &all);
+                    Self::pass_on(client, daemon, (&all, &pid_file));
                 }
             }
         });
         Self { socket, armed }
     }
 
-    fn pass_on(client: UnixStream, daemon: UnixStream, armed: &Arc<Mutex<Option<(Finish, u32)>>>) {
+    fn pass_on(client: UnixStream, daemon: UnixStream, (armed, pid_file): (&Armed, &Path)) {
         let finishing = Arc::new(Mutex::new(None));
         for is_call in [true, false] {
             let (mut from, mut to) = match is_call {
@@ -219,20 +224,23 @@ impl Relay {
                 false => (daemon.try_clone().unwrap(), client.try_clone().unwrap()),
             };
             let (armed, finishing) = (armed.clone(), finishing.clone());
+            let pid_file = pid_file.to_owned();
             thread::spawn(move || {
                 while let Ok(Some(message)) = Message::read(&mut from) {
                     let header = message.header;
                     if is_call && header.program == REMOTE && header.procedure == Self::FINISH {
                         *finishing.lock().unwrap() = Some(header.serial);
                     }
-                    let here = match is_call {
-                        true => Finish::Unread,
-                        false => Finish::Answered,
-                    };
                     let mut armed = armed.lock().unwrap();
                     let of_finish = *finishing.lock().unwrap() == Some(header.serial);
-                    if of_finish && let Some((_, pid)) = armed.take_if(|(at, _)| *at == here) {
-                        run(Command::new("kill").args(["-9", &pid.to_string()])).unwrap();
+                    let is_here = |at: Finish| of_finish && is_call == (at == Finish::Unread);
+                    if let Some((at, mut pids)) = armed.take_if(|(at, _)| is_here(*at)) {
+                        if at == Finish::Ended {
+                            let pid = fs::read_to_string(&pid_file).unwrap();
+                            pids.push(pid.trim().parse().unwrap());
+                        }
+                        let pids = pids.iter().map(u32::to_string);
+                        run(Command::new("kill").arg("-9").args(pids)).unwrap();
                         break;
                     }
                     drop(armed);
@@ -265,8 +273,10 @@ fn a_domain_survives_the_death_of_a_daemon_in_finish() {
     for (finish, expected) in [
         (Finish::Unread, [running, None]),
         (Finish::Answered, [None, running]),
+        // Where it has run it is started again.
+        (Finish::Ended, [None, Some(DomainState::Off)]),
     ] {
-        *relay.armed.lock().unwrap() = Some((finish, stage.daemons[1].pid()));
+        *relay.armed.lock().unwrap() = Some((finish, vec![stage.daemons[1].pid()]));
         let moving = product.migrate(0, GUEST, &stage.lab.hosts()[1], &[]);
         let died = wait_until(LIMIT, || relay.armed.lock().unwrap().is_none());
         assert!(died, "{finish:?}: {}", product.ends_of_logs());
@@ -275,18 +285,27 @@ fn a_domain_survives_the_death_of_a_daemon_in_finish() {
         let settled = wait_until(LIMIT, || stage.states() == expected);
         let logs = product.ends_of_logs();
         assert!(settled, "{finish:?}: {:?}\n{logs}", stage.states());
-        let has_moved = finish == Finish::Answered;
+        let has_moved = finish != Finish::Unread;
         assert_eq!(
             finished.completed(),
             has_moved,
             "{}\n{logs}",
             finished.why()
         );
+        if finish == Finish::Ended {
+            break;
+        }
         if has_moved {
             stage.hear(1);
         }
         stage.arena.forget_beats();
         stage.arena.wait_for_beat(LIMIT).unwrap();
         stage.verify();
+        if has_moved {
+            let back = product.migrate(1, GUEST, &stage.lab.hosts()[0], &[]);
+            let back = back.unwrap().finish(LIMIT).unwrap();
+            let logs = product.ends_of_logs();
+            assert!(back.completed(), "{}\n{logs}", back.why());
+        }
     }
 }
