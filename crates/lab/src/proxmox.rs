@@ -9,6 +9,7 @@
 
 pub mod commands;
 mod machine;
+mod storage;
 
 use crate::error::{During, LabError};
 use crate::guest::KernelFiles;

@@ -19,6 +19,11 @@ const MODELS: [&str; 13] = [
     "rtl8139",
     "virtio",
 ];
+/// The key of the variables of UEFI firmware.
+pub(crate) const EFI_DISK: &str = "efidisk0";
+/// The sizes of the flash for variables, of firmware of 2 MiB and of 4 MiB.
+const EFI_2M_BYTES: u64 = 128 << 10;
+const EFI_4M_BYTES: u64 = 528 << 10;
 const VMXNET3: &str = "vmxnet3";
 
 /// Returns whether a key is that of a drive with a disk or a medium.
@@ -27,6 +32,20 @@ pub fn is_drive(key: &str) -> bool {
         let number = key.strip_prefix(bus).and_then(number);
         number.is_some_and(|number| number < *count)
     })
+}
+
+/// Returns whether a key is that of a volume whose content QEMU has in its stream: the variables
+/// of UEFI firmware.
+pub fn is_state(key: &str) -> bool {
+    key == EFI_DISK
+}
+
+/// Returns the size of such a volume, in bytes. That of variables must be the flash's.
+pub fn state_bytes(_key: &str, drive: &Drive<'_>) -> u64 {
+    match drive.option("efitype") {
+        Some("4m") => EFI_4M_BYTES,
+        _ => EFI_2M_BYTES,
+    }
 }
 
 /// Returns whether a key is that of a card.

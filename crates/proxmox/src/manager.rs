@@ -4,6 +4,7 @@
 mod arrival;
 mod departure;
 mod handoff;
+mod volumes;
 
 use crate::accept::{self, Refused, refuse};
 use crate::config::GuestConfig;

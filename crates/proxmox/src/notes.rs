@@ -4,7 +4,7 @@ use crate::names::VmId;
 use longhaul_hypervisor::config::{Image, ImageFormat};
 use longhaul_protocol::HostId;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
@@ -71,6 +71,13 @@ pub(crate) struct Note {
     /// Its volumes, by the names under which the agents speak of them.
     #[serde(default)]
     pub(crate) volumes: BTreeMap<String, Volume>,
+    /// The volumes that Proxmox VE has allocated for it, or was about to. They are freed where the
+    /// guest does not come.
+    #[serde(default)]
+    pub(crate) allocated: BTreeSet<String>,
+    /// The files with the state of devices of a guest that leaves. They are set aside.
+    #[serde(default)]
+    pub(crate) states: BTreeSet<PathBuf>,
 }
 
 /// The folder of the notes.
@@ -198,6 +205,8 @@ mod tests {
             stops: false,
             before: Some("lock: migrate\n".to_owned()),
             volumes: [("proxmox.local.100.scsi0.qcow2".to_owned(), volume)].into(),
+            allocated: ["local:100/vm-100-disk-1.raw".to_owned()].into(),
+            states: BTreeSet::new(),
         };
         notes.write("web", &note).unwrap();
         notes.change("web", |note| note.role = Role::Here).unwrap();

@@ -1,14 +1,14 @@
 //! A guest that arrives: its file is made here, and `qm start --stateuri` starts its QEMU.
 
 use super::departure::LOCK;
+use super::volumes::NewVolume;
 use super::{CHANGE_TIMEOUT, Handoff, Proxmox, RUN_TIMEOUT, START_TIMEOUT, lock};
 use crate::accept;
 use crate::config::GuestConfig;
-use crate::device::{Card, Content, Drive, is_card, is_drive};
+use crate::device::{Card, Content, Drive, is_card, is_drive, is_state};
 use crate::names::{self, VmId, VolumeName, vmid};
 use crate::node;
 use crate::notes::{Note, Role, Volume, write_whole};
-use crate::storage::Storages;
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::manager::{
     Commit, CommitError, Cookie, Found, IncomingGuest, LaunchIncomingError, Launched, Lease,
@@ -16,30 +16,29 @@ use longhaul_hypervisor::manager::{
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::guest::{Disk, GuestDescription, Managed};
 use longhaul_protocol::message::{Check, Verdict};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
 use tokio::task::block_in_place;
 
-/// The largest number of volumes of one guest in a folder that are looked at for a free name.
-const VOLUMES_MAX: u32 = 1000;
-
 const SAME_CLUSTER: &str = "it is a guest of this node's own cluster, which moves it itself";
 
 /// Where a guest would arrive.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Expected {
-    id: VmId,
+    pub(super) id: VmId,
     /// The storages and the volumes' names in them, by the names under which the agents speak of
     /// them.
-    volumes: BTreeMap<String, (String, String)>,
+    pub(super) volumes: BTreeMap<String, (String, String)>,
     /// Their paths.
-    places: BTreeMap<String, Volume>,
+    pub(super) places: BTreeMap<String, Volume>,
+    /// The volumes with the state of devices, by the keys in the guest's file.
+    pub(super) states: BTreeMap<String, NewVolume>,
 }
 
-fn text(error: impl Display) -> String {
+pub(super) fn text(error: impl Display) -> String {
     error.to_string()
 }
 
@@ -193,63 +192,6 @@ impl Proxmox {
         next.ok_or_else(|| failed(&format!("pvesh says {said:?}")))
     }
 
-    /// Returns the place of a volume here: its storage, its name there, and its path.
-    fn place(
-        &self,
-        (volume, id, is_cloud_init): (&VolumeName, VmId, bool),
-        storages: &Storages,
-        (node, expected): (&str, &Expected),
-    ) -> Result<(String, String, Volume), (String, String)> {
-        let from = &volume.storage;
-        let own = self.config.proxmox.storages.get(from).unwrap_or(from);
-        let hint = || {
-            let fit = storages.all().filter(|it| it.refuses(node).is_none());
-            let fit: Vec<&str> = fit.map(|it| it.id.as_str()).collect();
-            format!(
-                "in the configuration there: [proxmox.storages] {from:?} = \"STORAGE\" (there are: \
-                 {})",
-                fit.join(", ")
-            )
-        };
-        let Some(storage) = storages.get(own) else {
-            let text = format!("it has no storage {own}, for volumes of {from}");
-            return Err((text, hint()));
-        };
-        if let Some(why) = storage.refuses(node) {
-            return Err((format!("{why} (for volumes of {from})"), hint()));
-        }
-        let ending = names::ending(volume.format);
-        let format = volume.format;
-        if is_cloud_init {
-            // Proxmox VE knows it by its name.
-            let file = format!("{id}/vm-{id}-cloudinit.{ending}");
-            if let Some(path) = storage.path(&file) {
-                return Ok((own.clone(), file, Volume { path, format }));
-            }
-        }
-        let free = (0..VOLUMES_MAX).find_map(|number| {
-            let stem = format!("vm-{id}-disk-{number}");
-            let file = format!("{id}/{stem}.{ending}");
-            let path = storage.path(&file)?;
-            // No volume of another format has the number.
-            let formats = ["raw", "qcow2", "vmdk"].map(|ending| format!("{id}/{stem}.{ending}"));
-            let is_free = formats.iter().all(|file| {
-                let path = storage.path(file);
-                let named = (own.clone(), file.clone());
-                path.is_none_or(|path| fs::symlink_metadata(path).is_err())
-                    && !expected.volumes.values().any(|it| *it == named)
-            });
-            is_free.then_some((file, path))
-        });
-        let Some((file, path)) = free else {
-            return Err((
-                format!("storage {own} has no free name for a volume"),
-                hint(),
-            ));
-        };
-        Ok((own.clone(), file, Volume { path, format }))
-    }
-
     pub(super) async fn launch(
         self,
         incoming: IncomingGuest,
@@ -277,7 +219,7 @@ impl Proxmox {
         }
         let left = self.notes.read(&name).map_err(|error| broken(&error))?;
         let expected = lock(&self.shared.expected).get(&name).cloned();
-        let expected = match expected {
+        let mut expected = match expected {
             Some(expected) => expected,
             // It has no volumes.
             None => Expected {
@@ -286,6 +228,8 @@ impl Proxmox {
                 ..Expected::default()
             },
         };
+        let placed = block_in_place(|| self.place_states(&handoff, &mut expected));
+        placed.map_err(|error| unsuitable(&error))?;
         let config = self.config_for(&handoff, &description, &expected);
         let config = config.map_err(|error| unsuitable(&error))?;
         let id = expected.id;
@@ -301,11 +245,14 @@ impl Proxmox {
             stops: false,
             before,
             volumes: expected.places.clone(),
+            allocated: BTreeSet::new(),
+            states: BTreeSet::new(),
         };
         self.notes
             .write(&name, &note)
             .map_err(|error| broken(&error))?;
-        let launched = self.start(&name, &note, &config, &handoff).await;
+        let new = (&config, &expected);
+        let launched = self.start(&name, &note, new, &handoff).await;
         lock(&self.shared.expected).remove(&name);
         match launched {
             Ok((guest, lease)) => Ok(Launched {
@@ -353,6 +300,15 @@ impl Proxmox {
                 config.set(key, &card.with_bridge(self.bridge_for(bridge)));
                 cards += 1;
             }
+            if is_state(key)
+                && let Some(state) = Drive::read(value)
+            {
+                let Some(NewVolume { storage, name, .. }) = expected.states.get(key) else {
+                    return Err(format!("no volume is here for `{key}`"));
+                };
+                config.set(key, &state.with_volume(storage, name));
+                continue;
+            }
             let Some(drive) = Drive::read(value).filter(|_| is_drive(key)) else {
                 continue;
             };
@@ -382,7 +338,7 @@ impl Proxmox {
         &self,
         name: &str,
         note: &Note,
-        config: &GuestConfig,
+        (config, expected): (&GuestConfig, &Expected),
         handoff: &Handoff,
     ) -> Result<(Guest, Lease), String> {
         let id = note.id;
@@ -407,6 +363,10 @@ impl Proxmox {
             let path = node::firewall_path(id);
             write_whole(&path, rules.as_bytes())
                 .map_err(|error| format!("{}: {error}", path.display()))?;
+        }
+        // Its file is here: volumes with this number are its own.
+        for new in expected.states.values() {
+            self.allocate(name, id, new).await?;
         }
         let (number, node) = (id.to_string(), node::name().map_err(text)?);
         // As if it came from this node: its file is here.
@@ -497,6 +457,8 @@ impl Proxmox {
             note.role = Role::Here;
             note.generation = commit.generation;
             note.before = None;
+            // They are the guest's.
+            note.allocated.clear();
         });
         if let Err(error) = noted {
             tracing::error!(guest = name, %error, "cannot note the generation");
@@ -552,6 +514,7 @@ impl Proxmox {
         };
         node::present().map_err(text)?;
         self.end_qemu(name, note.id).await?;
+        self.free(name, &note).await?;
         let path = node::config_path(note.id);
         let config = node::read(&path).map_err(text)?;
         let config = config.and_then(|file| GuestConfig::read(&file).ok());
@@ -611,9 +574,9 @@ async fn waits(qmp: &Qmp) -> Result<bool, String> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
-    use longhaul_hypervisor::config::{HostConfig, ImageFormat};
+    use longhaul_hypervisor::config::HostConfig;
     use longhaul_protocol::guest::Nic;
 
     const FILE: &str = "\
@@ -625,7 +588,7 @@ scsi1: none,media=cdrom
 unused0: local:100/vm-100-disk-9.raw
 ";
 
-    fn manager(state: &Path) -> Proxmox {
+    pub(in crate::manager) fn manager(state: &Path) -> Proxmox {
         let text = format!(
             "state = {state:?}\n[qemu.emulators]\nq = \"/usr/bin/kvm\"\n[proxmox]\n\
              storages = {{ fast = \"tank\" }}\nbridges = {{ vmbr0 = \"vmbr7\" }}\n"
@@ -680,7 +643,7 @@ unused0: local:100/vm-100-disk-9.raw
                 ),
             ]
             .into(),
-            places: BTreeMap::new(),
+            ..Expected::default()
         }
     }
 
@@ -746,29 +709,5 @@ lock: migrate
             assert_eq!(checks.len(), 1);
             assert_eq!(checks[0].verdict, Verdict::Refused);
         }
-        let volume = VolumeName {
-            storage: "fast".to_owned(),
-            id: 100,
-            drive: "scsi0".to_owned(),
-            format: ImageFormat::Raw,
-        };
-        let vz = folder.path().join("vz");
-        let text = format!("dir: tank\n\tpath {}\n", vz.display());
-        let storages = Storages::read(&text);
-        let images = vz.join("images/101");
-        fs::create_dir_all(&images).unwrap();
-        fs::write(images.join("vm-101-disk-0.qcow2"), "").unwrap();
-        let place = |is_cloud_init| {
-            let none = Expected::default();
-            let wanted = (&volume, 101, is_cloud_init);
-            let (storage, file, _) = manager.place(wanted, &storages, ("one", &none)).unwrap();
-            assert_eq!(storage, "tank");
-            file
-        };
-        assert_eq!(place(false), "101/vm-101-disk-1.raw");
-        assert_eq!(place(true), "101/vm-101-cloudinit.raw");
-        let none = Storages::default();
-        let missing = manager.place((&volume, 101, false), &none, ("one", &expected()));
-        assert!(missing.unwrap_err().1.contains("[proxmox.storages]"));
     }
 }

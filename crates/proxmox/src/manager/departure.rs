@@ -1,8 +1,10 @@
 //! A guest that leaves: locked for the move, and afterwards stopped, or unlocked.
 
+use super::arrival::text;
 use super::{CHANGE_TIMEOUT, Handoff, Proxmox, RUN_TIMEOUT};
 use crate::accept;
 use crate::config::GuestConfig;
+use crate::device::{Content, Drive, is_state};
 use crate::names::VmId;
 use crate::node;
 use crate::notes::{Note, Role};
@@ -10,7 +12,7 @@ use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::manager::{AbortError, Lease, Stays};
 use longhaul_hypervisor::memory::{self, Continuation, Settings};
 use longhaul_hypervisor::process::Process;
-use std::fmt::Display;
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -20,10 +22,6 @@ pub(super) const LOCK: &str = "migrate";
 
 /// The end of the name of a file that its guest has left, as of the guest's disks.
 const SET_ASIDE: &str = ".moved";
-
-fn text(error: impl Display) -> String {
-    error.to_string()
-}
 
 impl Proxmox {
     /// Locks a guest, and returns what its destination needs.
@@ -53,6 +51,16 @@ impl Proxmox {
             };
             Some((disk.image.clone(), volume))
         });
+        let storages = node::storages().map_err(text)?;
+        let states = config.settings().filter(|(key, _)| is_state(key));
+        let states = states.filter_map(|(_, value)| match Drive::read(value)?.content {
+            // A block device keeps its name.
+            Content::Volume { storage, name } => {
+                let storage = storages.get(storage).filter(|it| it.folder().is_some())?;
+                storage.path(name)
+            }
+            Content::Empty | Content::HostDrive | Content::Path(_) => None,
+        });
         let note = Note {
             id,
             role: Role::Departs,
@@ -61,6 +69,8 @@ impl Proxmox {
             stops: false,
             before: None,
             volumes: volumes.collect(),
+            allocated: BTreeSet::new(),
+            states: states.collect(),
         };
         self.notes.write(name, &note).map_err(text)?;
         let (number, machine) = (id.to_string(), &guest.description().machine);
@@ -148,11 +158,14 @@ impl Proxmox {
         };
         node::present().map_err(text)?;
         self.end_qemu(name, note.id).await?;
-        // Its disks are set aside; so is what Proxmox VE makes for cloud-init.
-        for volume in note.volumes.values().filter(|it| is_cloud_init(&it.path)) {
-            let mut aside = volume.path.clone().into_os_string();
+        // Its disks are set aside; so is what Proxmox VE makes for cloud-init, and the state of
+        // devices.
+        let volumes = note.volumes.values().map(|volume| &volume.path);
+        let volumes = volumes.filter(|path| is_cloud_init(path));
+        for path in volumes.chain(&note.states) {
+            let mut aside = path.clone().into_os_string();
             aside.push(SET_ASIDE);
-            match fs::rename(&volume.path, aside) {
+            match fs::rename(path, aside) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(text(error)),
                 _ => {}
             }

@@ -7,6 +7,8 @@
     clippy::print_stderr
 )]
 
+mod devices;
+
 use longhaul_api::Phase;
 use longhaul_lab::arena::{Arena, Workload};
 use longhaul_lab::guest::disks::LocalDisk;
@@ -114,12 +116,18 @@ impl Stage {
 
     /// Makes the file of the guest on the first node.
     fn make_guest(&self, more: &str) {
+        // UEFI firmware needs more than the test guests have.
+        let memory = if more.contains("ovmf") { 256 } else { 128 };
         let text = format!(
-            "#made for a test\nboot: order=virtio0\ncores: 1\nkvm: 0\nmemory: 128\n\
+            "#made for a test\nboot: order=virtio0\ncores: 1\nkvm: 0\nmemory: {memory}\n\
              name: {GUEST}\nostype: l26\nscsihw: virtio-scsi-pci\n\
              smbios1: uuid=7b10d7af-b932-4c66-b2c3-3996152ec465\n{more}\
              vmgenid: c773c261-d800-4348-9f5d-167fadd53cf8\n"
         );
+        // As Proxmox VE writes them: in the order of their keys, after the notes.
+        let mut lines: Vec<&str> = text.lines().collect();
+        lines.sort_unstable();
+        let text = format!("{}\n", lines.join("\n"));
         let name = format!("qemu-server/{ID}.conf");
         self.nodes[0].write(&name, &text).unwrap();
     }
@@ -376,8 +384,8 @@ fn what_keeps_a_guest_from_moving_is_said_before() {
         ("hostpci0: 0000:01:00.0\n", "a device of the host"),
         ("args: -S\n", "words for QEMU"),
         (
-            "efidisk0: local:100/vm-100-disk-1.raw,size=1M\n",
-            "UEFI variables",
+            "efidisk0: local:100/vm-100-disk-1.raw,other=1\n",
+            "has the option other",
         ),
         (
             "scsi3: nowhere:100/vm-100-disk-3.raw\n",
