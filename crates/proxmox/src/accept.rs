@@ -4,8 +4,9 @@
 //! volumes and bridges are those of this host. The source checks the same before it begins.
 
 use crate::config::{BYTES_MAX, ConfigError, GuestConfig};
-use crate::device::{Card, Content, Drive, is_card, is_drive, is_state};
+use crate::device::{Card, Content, Drive, TPM_STATE, is_card, is_drive, is_state};
 use crate::storage::{format_of, is_storage_id};
+use longhaul_hypervisor::config::ImageFormat;
 use longhaul_hypervisor::description::check_name;
 
 /// Keys that are taken with any value that names no path.
@@ -72,7 +73,14 @@ const RANDOM: [&str; 3] = ["/dev/hwrng", "/dev/random", "/dev/urandom"];
 /// Firmware that moves.
 const FIRMWARE: [&str; 2] = ["seabios", "ovmf"];
 /// Options of the volumes of [`is_state`] that are taken.
-const STATE_OPTIONS: [&str; 5] = ["efitype", "format", "ms-cert", "pre-enrolled-keys", "size"];
+const STATE_OPTIONS: [&str; 6] = [
+    "efitype",
+    "format",
+    "ms-cert",
+    "pre-enrolled-keys",
+    "size",
+    "version",
+];
 /// Options of drives that are taken.
 const OPTIONS: [&str; 36] = [
     "aio",
@@ -214,11 +222,7 @@ fn setting(key: &str, value: &str) -> Result<(), Refused> {
         "virtiofs" | "ivshmem" => {
             return stays("a folder or memory of the host", "take it out first");
         }
-        "efidisk" if is_state(key) => return state(key, value),
-        "tpmstate" => {
-            let hint = "move it with qm remote-migrate while it is shut down";
-            return stays("a TPM, whose state does not move yet", hint);
-        }
+        "efidisk" | "tpmstate" if is_state(key) => return state(key, value),
         "audio" => return no_path(key, value),
         "rng" => return rng(key, value),
         _ => {}
@@ -297,7 +301,10 @@ fn state(key: &str, value: &str) -> Result<(), Refused> {
     let Some(drive) = Drive::read(value) else {
         return wrong("is not understood", hint);
     };
-    let is_plain = |text: &str| text.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    let is_plain = |text: &str| {
+        let mut bytes = text.bytes();
+        bytes.all(|byte| byte.is_ascii_alphanumeric() || byte == b'.') && !text.contains("..")
+    };
     let mut options = drive.options();
     let odd = options.find(|(it, value)| !STATE_OPTIONS.contains(it) || !is_plain(value));
     if let Some((option, _)) = odd {
@@ -316,6 +323,9 @@ fn state(key: &str, value: &str) -> Result<(), Refused> {
     }
     if format_of(name).is_none() || !is_storage_id(storage) {
         return wrong("is no raw or qcow2 volume", hint);
+    }
+    if key == TPM_STATE && format_of(name) != Some(ImageFormat::Raw) {
+        return wrong("is no raw volume", hint);
     }
     Ok(())
 }
@@ -417,6 +427,7 @@ serial0: socket
 smbios1: uuid=7b10d7af-b932-4c66-b2c3-3996152ec465
 sockets: 1
 sshkeys: ssh-ed25519%20AAAA%2Fbb
+tpmstate0: local:100/vm-100-disk-2.raw,size=4M,version=v2.0
 unused0: local:100/vm-100-disk-9.qcow2
 usb0: spice
 vga: serial0
@@ -447,7 +458,10 @@ vmgenid: c773c261-d800-4348-9f5d-167fadd53cf8
             "efidisk0: local:100/vm-100-disk-1.raw,import-from=x",
             "efidisk0: local:100/vm-100-disk-1.raw,size=../1",
             "efidisk0: /dev/sda,size=528K",
-            "tpmstate0: local:100/vm-100-disk-2.raw,size=4M",
+            "tpmstate0: local:100/vm-100-disk-2.qcow2,size=4M,version=v2.0",
+            "tpmstate0: local:100/vm-100-disk-2.raw,size=4M,version=../2",
+            "tpmstate0: /dev/sda,version=v2.0",
+            "tpmstate1: local:100/vm-100-disk-2.raw,size=4M",
             "scsi2: /dev/sda",
             "scsi2: file=/dev/sda,size=1G",
             "scsi2: local:iso/x.iso,media=cdrom",
@@ -464,7 +478,11 @@ vmgenid: c773c261-d800-4348-9f5d-167fadd53cf8
             "[PENDING]\nmemory: 1",
             "[before]\ncores: 1",
         ] {
-            let text = format!("{TEXT}{evil}\n");
+            let key = evil.split(':').next().unwrap();
+            let others = TEXT
+                .lines()
+                .filter(|line| line.split(':').next() != Some(key));
+            let text = format!("{}\n{evil}\n", others.collect::<Vec<_>>().join("\n"));
             assert!(read_foreign(&text).is_err(), "{evil}");
         }
         for (from, to) in [

@@ -359,6 +359,7 @@ fn start(id: &str, options: &[&str], skips: bool) -> Done {
         Some(other) => return Err(format!("no such state: {other}")),
         None => {}
     }
+    start_tpm(id, &settings, uri.is_some())?;
     let (program, words) = words.split_first().ok_or("no command line")?;
     let mut qemu = Command::new(program);
     qemu.args(words).stdin(Stdio::null()).stdout(Stdio::null());
@@ -376,6 +377,54 @@ fn start(id: &str, options: &[&str], skips: bool) -> Done {
         print(&format!("migration listens on unix:{}", incoming.display()))?;
     }
     Ok(())
+}
+
+/// Starts the emulator of a guest's TPM, which ends with QEMU. That of a guest that arrives gets
+/// its state from QEMU.
+fn start_tpm(id: &str, settings: &Settings, arrives: bool) -> Done {
+    let Some(value) = settings.get("tpmstate0") else {
+        return Ok(());
+    };
+    let (state, _) = existing(value.split(',').next().unwrap_or_default())?;
+    let is_2 = value.split(',').any(|part| part == "version=v2.0");
+    let run = |program: &str, words: &[&str]| -> Done {
+        let mut command = Command::new(program);
+        let version = is_2.then_some("--tpm2");
+        let done = command.args(words).args(version).stdin(Stdio::null());
+        let output = done.output().map_err(io(&format!("start {program}")))?;
+        match output.status.success() {
+            true => Ok(()),
+            false => {
+                let said = String::from_utf8_lossy(&output.stdout);
+                Err(format!("{program} failed: {said}"))
+            }
+        }
+    };
+    let file = state.display();
+    if !arrives {
+        let uri = format!("file://{file}");
+        let once = ["--runas", "0", "--not-overwrite"];
+        let words = [
+            &["--tpmstate", &uri, "--createek", "--lock-nvram"],
+            &once[..],
+        ]
+        .concat();
+        run("swtpm_setup", &words)?;
+    }
+    let uri = format!("backend-uri=file://{file},mode=0600");
+    let control = format!("type=unixio,path={RUN}/{id}.swtpm,mode=0600");
+    let pid = format!("file={RUN}/{id}.swtpm.pid");
+    let words = [
+        "socket",
+        "--tpmstate",
+        &uri,
+        "--ctrl",
+        &control,
+        "--pid",
+        &pid,
+    ];
+    let end = ["--terminate", "--daemon"];
+    run("swtpm", &[&words[..], &end].concat())
 }
 
 fn stop(id: &str, skips: bool) -> Done {

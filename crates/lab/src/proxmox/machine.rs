@@ -76,6 +76,11 @@ pub(super) fn command_line(
     );
     add("-nodefaults", String::new());
     add("-boot", "menu=on,strict=on,reboot-timeout=1000".to_owned());
+    if settings.get("tpmstate0").is_some() {
+        add("-chardev", format!("socket,id=tpmchar,path={run}.swtpm"));
+        add("-tpmdev", "emulator,id=tpmdev,chardev=tpmchar".to_owned());
+        add("-device", "tpm-tis,tpmdev=tpmdev".to_owned());
+    }
     let mut flash = String::new();
     if let Some(disk) = efi_disk {
         for (option, value) in efi_words(disk, setup.version) {

@@ -11,7 +11,7 @@ use std::process::Command;
 
 /// The variables that firmware of 4 MiB begins with.
 const EMPTY_VARIABLES: &str = "/usr/share/OVMF/OVMF_VARS_4M.ms.fd";
-const KEYS: [&str; 1] = ["efidisk0"];
+const KEYS: [&str; 2] = ["efidisk0", "tpmstate0"];
 
 /// Returns the content of an image that QEMU may have open.
 fn content(path: &Path, folder: &Path) -> Vec<u8> {
@@ -53,8 +53,8 @@ impl Stage {
     }
 }
 
-/// The variables of a guest's firmware move with it, there and back.
-fn firmware_moves(version: Version, format: &str) {
+/// The variables of a guest's firmware and the state of its TPM move with it, there and back.
+fn firmware_and_tpm_move(version: Version, format: &str) {
     let Some(mut stage) = Stage::build("firmware", version) else {
         return;
     };
@@ -62,8 +62,10 @@ fn firmware_moves(version: Version, format: &str) {
     stage.make_guest(&format!(
         "bios: ovmf\n\
          efidisk0: fast:100/vm-100-disk-1.{format},efitype=4m,pre-enrolled-keys=1,size=528K\n\
+         tpmstate0: local:100/vm-100-disk-2.raw,size=4M,version=v2.0\n\
          virtio0: local:100/vm-100-disk-0.raw,size=24M\n"
     ));
+    create_volume(&stage.volume(0, ID, "tpmstate0"), "raw", 4 << 20).unwrap();
     create_volume(&stage.volume(0, ID, "virtio0"), "raw", 24 << 20).unwrap();
     let variables = stage.volume(0, ID, "efidisk0");
     fs::create_dir_all(variables.parent().unwrap()).unwrap();
@@ -78,6 +80,10 @@ fn firmware_moves(version: Version, format: &str) {
     let empty = fs::read(EMPTY_VARIABLES).unwrap();
     assert_eq!(at_first[0].len(), empty.len());
     assert!(at_first[0] != empty, "its firmware has written nothing");
+    assert!(
+        at_first[1].iter().any(|byte| *byte != 0),
+        "its TPM has no state"
+    );
     let config = stage.config(0, ID);
     // What was allocated for a guest that does not come is freed.
     for fails in ["qm start", "pvesm alloc", "the agent"] {
@@ -137,6 +143,12 @@ fn firmware_moves(version: Version, format: &str) {
         );
         let rest = "efitype=4m,pre-enrolled-keys=1,size=528K";
         assert_eq!(value, format!("{volume}{rest}"));
+        let value = stage.setting(to, ids[to], "tpmstate0").unwrap();
+        assert!(
+            value.starts_with(&format!("{}:{}/", STORAGES[to][0], ids[to])),
+            "{value}"
+        );
+        assert!(value.ends_with(".raw,size=4M,version=v2.0"), "{value}");
         // Both hosts have the same,
         assert!(stage.states(to, ids[to]) == expected, "at host {to}");
         let folder = stage.lab.hosts()[from].folder();
@@ -162,17 +174,17 @@ fn firmware_moves(version: Version, format: &str) {
 }
 
 #[test]
-fn firmware_of_a_guest_of_version_9_moves_along() {
+fn firmware_and_tpm_of_a_guest_of_version_9_move_along() {
     if !installed::is_its_day(0, 2) {
         return;
     }
-    firmware_moves(Version::Nine, "raw");
+    firmware_and_tpm_move(Version::Nine, "raw");
 }
 
 #[test]
-fn firmware_of_a_guest_of_version_8_moves_along() {
+fn firmware_and_tpm_of_a_guest_of_version_8_move_along() {
     if !installed::is_its_day(1, 2) {
         return;
     }
-    firmware_moves(Version::Eight, "qcow2");
+    firmware_and_tpm_move(Version::Eight, "qcow2");
 }
