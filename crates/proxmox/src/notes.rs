@@ -2,6 +2,7 @@
 
 use crate::names::VmId;
 use longhaul_hypervisor::config::{Image, ImageFormat};
+use longhaul_hypervisor::process::ProcessId;
 use longhaul_protocol::HostId;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -68,6 +69,12 @@ pub(crate) struct Note {
     /// guest does not come.
     #[serde(default)]
     pub(crate) before: Option<String>,
+    /// When its departure began, in nanoseconds of Unix time.
+    #[serde(default)]
+    pub(crate) began_ns: u64,
+    /// The QEMU that departs.
+    #[serde(default)]
+    pub(crate) process: Option<ProcessId>,
     /// Its volumes, by the names under which the agents speak of them.
     #[serde(default)]
     pub(crate) volumes: BTreeMap<String, Volume>,
@@ -204,6 +211,8 @@ mod tests {
             sender: Some(HostId([7; 32])),
             stops: false,
             before: Some("lock: migrate\n".to_owned()),
+            began_ns: 7,
+            process: ProcessId::of(1).unwrap(),
             volumes: [("proxmox.local.100.scsi0.qcow2".to_owned(), volume)].into(),
             allocated: ["local:100/vm-100-disk-1.raw".to_owned()].into(),
             states: BTreeSet::new(),

@@ -8,6 +8,7 @@
 )]
 
 mod devices;
+mod ends;
 
 use longhaul_api::Phase;
 use longhaul_lab::arena::{Arena, Workload};

@@ -244,6 +244,8 @@ impl Proxmox {
             sender: Some(sender),
             stops: false,
             before,
+            began_ns: 0,
+            process: None,
             volumes: expected.places.clone(),
             allocated: BTreeSet::new(),
             states: BTreeSet::new(),
