@@ -382,12 +382,6 @@ impl Proxmox {
         }
         Ok(None)
     }
-
-    fn forget(&self, name: &str) {
-        if let Err(error) = self.notes.forget(name) {
-            tracing::error!(guest = name, %error, "cannot forget a note about it");
-        }
-    }
 }
 
 /// Why a command that needs a guest's control socket was not carried out.
@@ -533,6 +527,28 @@ impl GuestManager for Proxmox {
 
     fn expect(&self, guest: &GuestDescription) -> Vec<Check> {
         self.expect_guest(guest)
+    }
+
+    fn allocate<'a>(
+        &'a self,
+        guest: &'a str,
+        image: &'a str,
+        bytes: u64,
+    ) -> BoxFuture<'a, Result<bool, ManagerError>> {
+        async move {
+            let allocated = self.allocate_disk(guest, image, bytes).await;
+            allocated.map_err(failed)
+        }
+        .boxed()
+    }
+
+    fn free<'a>(&'a self, guest: &'a str) -> BoxFuture<'a, ()> {
+        async move {
+            if let Err(error) = self.free_unlaunched(guest).await {
+                tracing::error!(guest, error, "something of it is left over");
+            }
+        }
+        .boxed()
     }
 
     fn launch_incoming(

@@ -9,6 +9,7 @@
 
 mod devices;
 mod ends;
+mod volumes;
 
 use longhaul_api::Phase;
 use longhaul_lab::arena::{Arena, Workload};

@@ -9,7 +9,9 @@ use crate::device::{Card, Content, Drive, is_card, is_drive, is_state};
 use crate::names::{self, VmId, VolumeName, vmid};
 use crate::node;
 use crate::notes::{Note, Role, Volume, write_whole};
+use crate::storage::Storage;
 use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::config::VolumeContent;
 use longhaul_hypervisor::manager::{
     Commit, CommitError, Cookie, Found, IncomingGuest, LaunchIncomingError, Launched, Lease,
 };
@@ -34,6 +36,8 @@ pub(super) struct Expected {
     pub(super) volumes: BTreeMap<String, (String, String)>,
     /// Their paths.
     pub(super) places: BTreeMap<String, Volume>,
+    /// The volumes that have to be allocated, by the same names. Their sizes are not known yet.
+    pub(super) new: BTreeMap<String, NewVolume>,
     /// The volumes with the state of devices, by the keys in the guest's file.
     pub(super) states: BTreeMap<String, NewVolume>,
 }
@@ -57,11 +61,18 @@ impl Proxmox {
     /// Learns where the volumes and cards of a guest would be here.
     pub(super) fn expect_guest(&self, guest: &GuestDescription) -> Vec<Check> {
         match self.places_for(guest) {
-            Ok(None) => Vec::new(),
+            Ok(None) => {
+                lock(&self.shared.expected).remove(&guest.name);
+                Vec::new()
+            }
             Ok(Some((expected, wanted))) => {
                 let id = expected.id;
                 for (name, volume) in &expected.places {
-                    self.config.named.set_image(name, volume.image());
+                    let mut image = volume.image();
+                    if expected.new.contains_key(name) {
+                        image.volume = Some(VolumeContent::Absent);
+                    }
+                    self.config.named.set_image(name, image);
                 }
                 for nic in &guest.nics {
                     if let Some(bridge) = names::bridge_of(&nic.network) {
@@ -147,6 +158,16 @@ impl Proxmox {
             let wanted = (&volume, id, disk.read_only);
             let (storage, file, place) = self.place(wanted, &storages, (&name, &expected))?;
             let image = &disk.image;
+            if storages.get(&storage).is_some_and(Storage::allocates) {
+                let new = NewVolume {
+                    storage: storage.clone(),
+                    name: file.clone(),
+                    path: place.path.clone(),
+                    format: volume.format,
+                    bytes: 0,
+                };
+                expected.new.insert(image.clone(), new);
+            }
             expected.volumes.insert(image.clone(), (storage, file));
             expected.places.insert(image.clone(), place);
         }
@@ -217,13 +238,13 @@ impl Proxmox {
         if same.map_err(|error| broken(&error))? {
             return Err(unsuitable(&SAME_CLUSTER));
         }
-        let left = self.notes.read(&name).map_err(|error| broken(&error))?;
+        let noted = self.notes.read(&name).map_err(|error| broken(&error))?;
         let expected = lock(&self.shared.expected).get(&name).cloned();
         let mut expected = match expected {
             Some(expected) => expected,
             // It has no volumes.
             None => Expected {
-                id: block_in_place(|| self.free_id(handoff.vmid, left.as_ref()))
+                id: block_in_place(|| self.free_id(handoff.vmid, noted.as_ref()))
                     .map_err(|(error, _)| unsuitable(&error))?,
                 ..Expected::default()
             },
@@ -233,26 +254,16 @@ impl Proxmox {
         let config = self.config_for(&handoff, &description, &expected);
         let config = config.map_err(|error| unsuitable(&error))?;
         let id = expected.id;
-        let before = match left.filter(|note| note.id == id && note.role == Role::Left) {
-            Some(_) => node::read(&node::config_path(id)).map_err(|error| broken(&error))?,
-            None => None,
-        };
+        let note = self.arriving(&name, &expected);
         let note = Note {
-            id,
-            role: Role::Arrives,
             generation,
             sender: Some(sender),
-            stops: false,
-            before,
-            began_ns: 0,
-            process: None,
-            volumes: expected.places.clone(),
-            allocated: BTreeSet::new(),
-            states: BTreeSet::new(),
+            ..note.map_err(|error| broken(&error))?
         };
         self.notes
             .write(&name, &note)
             .map_err(|error| broken(&error))?;
+        self.name_volumes(&note.volumes);
         let new = (&config, &expected);
         let launched = self.start(&name, &note, new, &handoff).await;
         lock(&self.shared.expected).remove(&name);
@@ -271,6 +282,34 @@ impl Proxmox {
                 Err(broken(&error))
             }
         }
+    }
+
+    /// Returns the note about an arriving guest. It may be noted already, with volumes that were
+    /// allocated for it.
+    pub(super) fn arriving(&self, name: &str, expected: &Expected) -> io::Result<Note> {
+        let id = expected.id;
+        let noted = self.notes.read(name)?.filter(|note| note.id == id);
+        let before = match &noted {
+            Some(note) if note.role == Role::Arrives => return Ok(note.clone()),
+            Some(note) if note.role == Role::Left => node::read(&node::config_path(id))?,
+            Some(note) if note.role != Role::Here => {
+                return Err(io::Error::other("another move of it is not over"));
+            }
+            Some(_) | None => None,
+        };
+        Ok(Note {
+            id,
+            role: Role::Arrives,
+            generation: 0,
+            sender: None,
+            stops: false,
+            before,
+            began_ns: 0,
+            process: None,
+            volumes: expected.places.clone(),
+            allocated: BTreeSet::new(),
+            states: BTreeSet::new(),
+        })
     }
 
     /// Returns the file of an arriving guest for this host.
@@ -516,7 +555,6 @@ impl Proxmox {
         };
         node::present().map_err(text)?;
         self.end_qemu(name, note.id).await?;
-        self.free(name, &note).await?;
         let path = node::config_path(note.id);
         let config = node::read(&path).map_err(text)?;
         let config = config.and_then(|file| GuestConfig::read(&file).ok());
@@ -524,22 +562,22 @@ impl Proxmox {
         match &note.before {
             Some(before) => {
                 write_whole(&path, before.as_bytes()).map_err(text)?;
-                self.notes
-                    .change(name, |note| {
-                        note.role = Role::Left;
-                        note.before = None;
-                    })
-                    .map_err(text)?;
             }
             None => {
                 if config.is_some_and(|config| is_it(&config)) {
                     fs::remove_file(&path).map_err(text)?;
                     remove_if_there(&node::firewall_path(note.id))?;
                 }
-                self.forget(name);
             }
         }
         self.config.named.forget_images(note.volumes.keys());
+        if let Err(error) = self.free_volumes(name, &note).await {
+            // Something on this host may be closing them.
+            tracing::info!(guest = name, error, "its volumes are not freed yet");
+            let noted = self.notes.change(name, |note| note.role = Role::Arrives);
+            noted.map_err(text)?;
+            self.free_later(name);
+        }
         Ok(())
     }
 }
