@@ -175,7 +175,7 @@ fn firmware_and_tpm_move(version: Version, format: &str) {
 
 #[test]
 fn firmware_and_tpm_of_a_guest_of_version_9_move_along() {
-    if !installed::is_its_day(0, 2) {
+    if !installed::is_its_day(0, 4) {
         return;
     }
     firmware_and_tpm_move(Version::Nine, "raw");
@@ -183,7 +183,7 @@ fn firmware_and_tpm_of_a_guest_of_version_9_move_along() {
 
 #[test]
 fn firmware_and_tpm_of_a_guest_of_version_8_move_along() {
-    if !installed::is_its_day(1, 2) {
+    if !installed::is_its_day(2, 4) {
         return;
     }
     firmware_and_tpm_move(Version::Eight, "qcow2");

@@ -22,8 +22,11 @@ use longhaul_lab::lab::{Lab, Plan};
 use longhaul_lab::process::wait_until;
 use longhaul_lab::product::{Product, Settings};
 use longhaul_lab::proxmox::{Proxmox, Setup, Version, create_volume};
+use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -37,6 +40,8 @@ const VERSION: &str = "7.2";
 const BRIDGES: [&str; 2] = ["vmbr0", "vmbr7"];
 /// The storages of the two hosts.
 const STORAGES: [[&str; 2]; 2] = [["local", "fast"], ["local", "tank"]];
+/// The dirty bitmap of backups to Proxmox Backup Server.
+const BITMAP: &str = "pbs-incremental-dirty-bitmap";
 const DISK_BYTES: u64 = 24 << 20;
 
 /// Two nodes, each of a cluster of its own, and a guest at work on the first.
@@ -142,7 +147,13 @@ impl Stage {
 
     /// Starts the guest on the first node, and lets it write its memory.
     fn start_guest(&mut self) {
-        self.qm(0, &["start", "100"]).unwrap();
+        // An agent may still close the disks of a QEMU that has ended.
+        let mut said = Ok(String::new());
+        let started = wait_until(LIMIT, || {
+            said = self.qm(0, &["start", "100"]);
+            said.is_ok()
+        });
+        assert!(started, "{said:?}");
         self.hear(0, ID);
         self.arena.wait_for_beat(LIMIT).unwrap();
         let workload = Workload {
@@ -194,6 +205,37 @@ impl Stage {
     fn runs(&self, host: usize, id: u32) -> bool {
         let said = self.qm(host, &["status", &id.to_string()]);
         said.is_ok_and(|said| said == "status: running")
+    }
+
+    /// Asks the QEMU of a guest, as Proxmox VE's programs do: on a connection of its own.
+    fn ask(&self, (host, id): (usize, u32), command: &Value) -> Value {
+        let socket = UnixStream::connect(self.nodes[host].channel(id, "qmp")).unwrap();
+        let mut writer = socket.try_clone().unwrap();
+        let mut answers = BufReader::new(socket).lines().map(|line| {
+            let line: Value = serde_json::from_str(&line.unwrap()).unwrap();
+            line
+        });
+        for line in [&json!({"execute": "qmp_capabilities"}), command] {
+            writeln!(writer, "{line}").unwrap();
+        }
+        let mut answers = answers.by_ref().filter(|it| it.get("event").is_none());
+        // The greeting, and the answer to the first.
+        let answer = answers.nth(2).unwrap();
+        assert!(answer.get("return").is_some(), "{answer}");
+        answer["return"].clone()
+    }
+
+    /// Returns the drives of a guest with the dirty bitmap of a backup.
+    fn with_bitmap(&self, at: (usize, u32)) -> Vec<String> {
+        let query = json!({"execute": "query-named-block-nodes", "arguments": {"flat": true}});
+        let nodes = self.ask(at, &query);
+        let has = |node: &&Value| {
+            let bitmaps = node["dirty-bitmaps"].as_array();
+            bitmaps.is_some_and(|all| all.iter().any(|it| it["name"] == BITMAP))
+        };
+        let nodes = nodes.as_array().unwrap().iter().filter(has);
+        let names = nodes.map(|node| node["node-name"].as_str().unwrap().to_owned());
+        names.collect()
     }
 
     /// The path of a volume of a guest.
@@ -267,6 +309,13 @@ fn there_and_back(version: Version) {
     listen(&stage, &history, (0, ID));
     history.begin(&task).unwrap();
     history.wait_for(60, LIMIT).unwrap();
+    // As a backup to Proxmox Backup Server leaves them.
+    for disk in ["virtio0", "virtio1"] {
+        let arguments = json!({"node": format!("drive-{disk}"), "name": BITMAP});
+        let add = json!({"execute": "block-dirty-bitmap-add", "arguments": arguments});
+        stage.ask((0, ID), &add);
+    }
+    assert_eq!(stage.with_bitmap((0, ID)).len(), 2);
     for [from, to] in [[0, 1], [1, 0]] {
         let ids = [ID, OTHER_ID];
         let before = history.heard().told.done;
@@ -279,6 +328,14 @@ fn there_and_back(version: Version) {
             _ => "VM 101 is another guest here: web becomes VM 100",
         };
         assert!(plan.contains(number), "{plan}");
+        let words: Vec<&str> = plan.split_whitespace().collect();
+        let plan = words.join(" ");
+        for disk in ["virtio0", "virtio1"] {
+            let lost = format!("dirty bitmap {BITMAP} of disk {disk} is not in an image");
+            // The next backup reads all of the disk.
+            assert_eq!(plan.contains(&lost), to == 1, "{plan}");
+        }
+        assert_eq!(plan.contains("has to be a full one"), to == 1, "{plan}");
         assert_eq!(stage.config(from, ids[from]), at_first);
         let moving = product.migrate(from, GUEST, host, &["--verify"]).unwrap();
         // The locks are there while it moves, and Proxmox VE's commands respect them.
@@ -304,6 +361,7 @@ fn there_and_back(version: Version) {
             listen(&stage, &history, (to, ids[to]));
         }
         history.wait_for(before + 60, LIMIT).unwrap();
+        assert!(stage.with_bitmap((to, ids[to])).is_empty());
         // There it is a guest like every other one,
         let unlocked = wait_until(LIMIT, || stage.lock(to, ids[to]).is_none());
         assert!(unlocked && stage.runs(to, ids[to]));

@@ -1,6 +1,7 @@
 //! Volumes that are block devices: allocated before a guest comes, freed where it does not come.
 
 use super::{DISK_BYTES, GUEST, ID, LIMIT, Stage, host_of};
+use longhaul_lab::installed;
 use longhaul_lab::process::wait_until;
 use longhaul_lab::proxmox::{Version, create_volume};
 use std::fs;
@@ -25,6 +26,9 @@ impl Stage {
 
 #[test]
 fn a_disk_on_lvm_moves_there_and_back() {
+    if !installed::is_its_day(3, 4) {
+        return;
+    }
     let Some(mut stage) = Stage::build("LVM", Version::Nine) else {
         return;
     };
