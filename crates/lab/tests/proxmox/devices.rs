@@ -49,28 +49,50 @@ impl Stage {
         let folders = STORAGES[host].iter();
         let folders = folders.map(|it| self.nodes[host].volume(it, &id.to_string()));
         let entries = folders.flat_map(|folder| fs::read_dir(folder).into_iter().flatten());
-        entries.map(|entry| entry.unwrap().path()).collect()
+        let files = entries.map(|entry| entry.unwrap().path());
+        let group = fs::read_dir(self.nodes[host].logical_volume(""));
+        let head = format!("vm-{id}-");
+        let devices = group.into_iter().flatten().map(|it| it.unwrap());
+        let devices = devices.filter(|it| it.file_name().to_string_lossy().starts_with(&head));
+        files.chain(devices.map(|entry| entry.path())).collect()
     }
 }
 
 /// The variables of a guest's firmware and the state of its TPM move with it, there and back.
-fn firmware_and_tpm_move(version: Version, format: &str) {
+/// Without a format, the variables are on LVM.
+fn firmware_and_tpm_move(version: Version, format: Option<&str>) {
     let Some(mut stage) = Stage::build("firmware", version) else {
         return;
     };
+    for node in stage.nodes.iter().filter(|_| format.is_none()) {
+        node.add_lvm("local-lvm").unwrap();
+    }
     let mut product = stage.start_agents(true);
+    let variables = match format {
+        Some(format) => format!("fast:100/vm-100-disk-1.{format}"),
+        None => "local-lvm:vm-100-disk-1".to_owned(),
+    };
     stage.make_guest(&format!(
         "bios: ovmf\n\
-         efidisk0: fast:100/vm-100-disk-1.{format},efitype=4m,pre-enrolled-keys=1,size=528K\n\
+         efidisk0: {variables},efitype=4m,pre-enrolled-keys=1,size=528K\n\
          tpmstate0: local:100/vm-100-disk-2.raw,size=4M,version=v2.0\n\
          virtio0: local:100/vm-100-disk-0.raw,size=24M\n"
     ));
     create_volume(&stage.volume(0, ID, "tpmstate0"), "raw", 4 << 20).unwrap();
+    if format.is_none() {
+        let words = ["pvesm", "alloc", "local-lvm", "100", "vm-100-disk-1", "528"];
+        let words = [&words[..], &["--format", "raw"]].concat();
+        stage.nodes[0].run(&stage.lab.hosts()[0], &words).unwrap();
+    }
     create_volume(&stage.volume(0, ID, "virtio0"), "raw", 24 << 20).unwrap();
     let variables = stage.volume(0, ID, "efidisk0");
     fs::create_dir_all(variables.parent().unwrap()).unwrap();
     let mut convert = Command::new("qemu-img");
-    convert.args(["convert", "-f", "raw", "-O", format, EMPTY_VARIABLES]);
+    convert.args(["convert", "-f", "raw", "-O", format.unwrap_or("raw")]);
+    // A block device is there already.
+    convert
+        .args(format.is_none().then_some("-n"))
+        .arg(EMPTY_VARIABLES);
     assert!(convert.arg(&variables).status().unwrap().success());
     // Another guest has its number there.
     let other = format!("qemu-server/{ID}.conf");
@@ -78,8 +100,16 @@ fn firmware_and_tpm_move(version: Version, format: &str) {
     stage.start_guest();
     let at_first = stage.states(0, ID);
     let empty = fs::read(EMPTY_VARIABLES).unwrap();
-    assert_eq!(at_first[0].len(), empty.len());
-    assert!(at_first[0] != empty, "its firmware has written nothing");
+    let size = if format.is_some() {
+        empty.len()
+    } else {
+        4 << 20
+    };
+    assert_eq!(at_first[0].len(), size);
+    assert!(
+        at_first[0][..empty.len()] != empty,
+        "its firmware has written nothing"
+    );
     assert!(
         at_first[1].iter().any(|byte| *byte != 0),
         "its TPM has no state"
@@ -137,23 +167,26 @@ fn firmware_and_tpm_move(version: Version, format: &str) {
             stage.verify();
         }
         let value = stage.setting(to, ids[to], "efidisk0").unwrap();
-        let volume = format!(
-            "{}:{}/vm-{}-disk-0.{format},",
-            STORAGES[to][1], ids[to], ids[to]
-        );
+        let (id, storages) = (ids[to], STORAGES[to]);
+        let volume = match format {
+            Some(format) => format!("{}:{id}/vm-{id}-disk-0.{format},", storages[1]),
+            None => format!("local-lvm:vm-{id}-disk-0,"),
+        };
         let rest = "efitype=4m,pre-enrolled-keys=1,size=528K";
         assert_eq!(value, format!("{volume}{rest}"));
         let value = stage.setting(to, ids[to], "tpmstate0").unwrap();
-        assert!(
-            value.starts_with(&format!("{}:{}/", STORAGES[to][0], ids[to])),
-            "{value}"
-        );
-        assert!(value.ends_with(".raw,size=4M,version=v2.0"), "{value}");
+        let second = format!("{}:{id}/vm-{id}-disk-", storages[0]);
+        assert!(value.starts_with(&second), "{value}");
+        assert!(value.ends_with(",size=4M,version=v2.0"), "{value}");
         // Both hosts have the same,
         assert!(stage.states(to, ids[to]) == expected, "at host {to}");
         let folder = stage.lab.hosts()[from].folder();
         let left = |old: &[PathBuf]| -> Vec<Vec<u8>> {
-            let files = old.iter().map(|path| content(&aside(path), folder));
+            let files = old.iter().map(|path| match path.extension() {
+                Some(_) => content(&aside(path), folder),
+                // A block device keeps its name.
+                None => content(path, folder),
+            });
             files.collect()
         };
         assert!(left(&old) == expected, "at host {from}");
@@ -178,7 +211,7 @@ fn firmware_and_tpm_of_a_guest_of_version_9_move_along() {
     if !installed::is_its_day(0, 4) {
         return;
     }
-    firmware_and_tpm_move(Version::Nine, "raw");
+    firmware_and_tpm_move(Version::Nine, None);
 }
 
 #[test]
@@ -186,5 +219,5 @@ fn firmware_and_tpm_of_a_guest_of_version_8_move_along() {
     if !installed::is_its_day(2, 4) {
         return;
     }
-    firmware_and_tpm_move(Version::Eight, "qcow2");
+    firmware_and_tpm_move(Version::Eight, Some("qcow2"));
 }

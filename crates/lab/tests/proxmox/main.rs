@@ -242,8 +242,10 @@ impl Stage {
     fn volume(&self, host: usize, id: u32, key: &str) -> PathBuf {
         let value = self.setting(host, id, key).unwrap();
         let volume = value.split(',').next().unwrap();
-        let (storage, name) = volume.split_once(':').unwrap();
-        self.nodes[host].volume(storage, name)
+        match volume.split_once(':').unwrap() {
+            ("local-lvm", name) => self.nodes[host].logical_volume(name),
+            (storage, name) => self.nodes[host].volume(storage, name),
+        }
     }
 
     /// Returns what the program says on a host, whether it fails or not.
