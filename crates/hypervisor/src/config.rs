@@ -203,6 +203,10 @@ pub enum VolumeContent {
     /// Something that is not needed. This applies until a guest has arrived on it for the first
     /// time.
     Overwrite,
+    /// It is not there: the manager of the guest allocates it for an arriving disk. No
+    /// configuration says this.
+    #[serde(skip)]
+    Absent,
 }
 
 /// A file of another host, written as `HOST:PATH`.

@@ -86,6 +86,27 @@ pub trait GuestManager: Send + Sync {
         Vec::new()
     }
 
+    /// Allocates the volume of an image for a disk of an arriving guest, where
+    /// [`GuestManager::expect`] has named the image as [`VolumeContent::Absent`]. Returns whether
+    /// the image is one of this manager's. It is freed by [`GuestManager::abort_incoming`], and by
+    /// [`GuestManager::free`].
+    ///
+    /// [`VolumeContent::Absent`]: crate::config::VolumeContent::Absent
+    fn allocate<'a>(
+        &'a self,
+        _guest: &'a str,
+        _image: &'a str,
+        _bytes: u64,
+    ) -> BoxFuture<'a, Result<bool, ManagerError>> {
+        async { Ok(false) }.boxed()
+    }
+
+    /// Frees what was allocated for a guest whose QEMU was not launched. What cannot be freed yet
+    /// is tried again.
+    fn free<'a>(&'a self, _guest: &'a str) -> BoxFuture<'a, ()> {
+        async {}.boxed()
+    }
+
     /// Launches the QEMU of a guest that arrives. It is paused, and takes no stream yet. After an
     /// error nothing of it remains, except where the error says so. The launch is completed even if
     /// the future is dropped.

@@ -116,6 +116,32 @@ impl GuestManager for Managers {
         }
     }
 
+    fn allocate<'a>(
+        &'a self,
+        guest: &'a str,
+        image: &'a str,
+        bytes: u64,
+    ) -> BoxFuture<'a, Result<bool, ManagerError>> {
+        async move {
+            for manager in self.all() {
+                if manager.allocate(guest, image, bytes).await? {
+                    return Ok(true);
+                }
+            }
+            Ok(false)
+        }
+        .boxed()
+    }
+
+    fn free<'a>(&'a self, guest: &'a str) -> BoxFuture<'a, ()> {
+        async move {
+            for manager in self.all() {
+                manager.free(guest).await;
+            }
+        }
+        .boxed()
+    }
+
     fn launch_incoming(
         &self,
         incoming: IncomingGuest,

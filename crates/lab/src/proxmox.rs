@@ -9,6 +9,7 @@
 
 pub mod commands;
 mod machine;
+mod storage;
 
 use crate::error::{During, LabError};
 use crate::guest::KernelFiles;
@@ -22,6 +23,8 @@ use std::process::Command;
 
 /// The paths of Proxmox VE, and the folders of a host that are there.
 const FOLDERS: [(&str, &str); 2] = [("/etc/pve", "etc"), ("/run/qemu-server", "run")];
+/// The volume group of a host's storages of LVM.
+const GROUP: &str = "pve-stand-in";
 /// The names of the commands.
 const COMMANDS: [&str; 4] = ["qm", "pvesm", "pvesh", "pve-bridge"];
 /// The file with what the stand-in's QEMUs have beside their configuration.
@@ -110,6 +113,26 @@ impl Proxmox {
         Ok(proxmox)
     }
 
+    /// Adds a storage of LVM-thin. Its volumes are loop devices.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn add_lvm(&self, storage: &str) -> Result<(), LabError> {
+        let folder = self.folder.join(GROUP);
+        fs::create_dir_all(&folder).during(|| format!("make {}", folder.display()))?;
+        let text = self.read("storage.cfg").unwrap_or_default();
+        let own = format!("lvmthin: {storage}\n\tthinpool data\n\tvgname {GROUP}\n");
+        self.write(
+            "storage.cfg",
+            &format!("{text}{own}\tcontent images,rootdir\n\n"),
+        )
+    }
+
+    /// Returns the path of a volume of LVM, such as `vm-100-disk-0`.
+    pub fn logical_volume(&self, name: &str) -> PathBuf {
+        self.folder.join(GROUP).join(name)
+    }
+
     /// Returns the kernel of the laboratory's guests, for a setup.
     pub fn kernel(files: &KernelFiles) -> Option<(PathBuf, PathBuf)> {
         Some((files.kernel.clone(), files.initramfs.clone()))
@@ -127,7 +150,12 @@ impl Proxmox {
 
     /// Returns the mounts that a process needs to be on this node.
     pub fn mounts(&self) -> Vec<(PathBuf, PathBuf)> {
-        let mounts = FOLDERS.iter();
+        let mut mounts = FOLDERS.to_vec();
+        let group = format!("/dev/{GROUP}");
+        if self.folder.join(GROUP).is_dir() {
+            mounts.push((&group, GROUP));
+        }
+        let mounts = mounts.into_iter();
         mounts
             .map(|(at, own)| (self.folder.join(own), PathBuf::from(at)))
             .collect()
@@ -195,6 +223,21 @@ impl Proxmox {
         let mut command = self.command(words);
         command.stdin(std::process::Stdio::null());
         Ok(host.output(&mut command)?.trim().to_owned())
+    }
+}
+
+impl Drop for Proxmox {
+    fn drop(&mut self) {
+        // Loop devices outlive their files.
+        for entry in fs::read_dir(self.folder.join(GROUP)).into_iter().flatten() {
+            let link = entry
+                .ok()
+                .and_then(|entry| fs::read_link(entry.path()).ok());
+            if let Some(device) = link {
+                // It is only tidied up.
+                let _ = Command::new("losetup").arg("--detach").arg(device).status();
+            }
+        }
     }
 }
 

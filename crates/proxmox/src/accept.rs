@@ -4,7 +4,9 @@
 //! volumes and bridges are those of this host. The source checks the same before it begins.
 
 use crate::config::{BYTES_MAX, ConfigError, GuestConfig};
-use crate::device::{Card, Content, Drive, is_card, is_drive};
+use crate::device::{Card, Content, Drive, TPM_STATE, is_card, is_drive, is_state};
+use crate::storage::{format_of, is_storage_id};
+use longhaul_hypervisor::config::ImageFormat;
 use longhaul_hypervisor::description::check_name;
 
 /// Keys that are taken with any value that names no path.
@@ -68,6 +70,17 @@ const MORE: [&str; 6] = [
 const NUMBERED: [&str; 2] = ["ipconfig", "numa"];
 /// Sources of random bytes.
 const RANDOM: [&str; 3] = ["/dev/hwrng", "/dev/random", "/dev/urandom"];
+/// Firmware that moves.
+const FIRMWARE: [&str; 2] = ["seabios", "ovmf"];
+/// Options of the volumes of [`is_state`] that are taken.
+const STATE_OPTIONS: [&str; 6] = [
+    "efitype",
+    "format",
+    "ms-cert",
+    "pre-enrolled-keys",
+    "size",
+    "version",
+];
 /// Options of drives that are taken.
 const OPTIONS: [&str; 36] = [
     "aio",
@@ -209,14 +222,7 @@ fn setting(key: &str, value: &str) -> Result<(), Refused> {
         "virtiofs" | "ivshmem" => {
             return stays("a folder or memory of the host", "take it out first");
         }
-        "efidisk" => {
-            let hint = "move it with qm remote-migrate";
-            return stays("UEFI variables, which do not move yet", hint);
-        }
-        "tpmstate" => {
-            let hint = "move it with qm remote-migrate while it is shut down";
-            return stays("a TPM, whose state does not move yet", hint);
-        }
+        "efidisk" | "tpmstate" if is_state(key) => return state(key, value),
         "audio" => return no_path(key, value),
         "rng" => return rng(key, value),
         _ => {}
@@ -240,9 +246,9 @@ fn setting(key: &str, value: &str) -> Result<(), Refused> {
         "amd-sev" | "intel-tdx" => stays("encrypted memory, which nobody can copy", "shut it down"),
         "template" if value == "1" => stays("no run of its own: it is a template", "clone it"),
         "template" => Ok(()),
-        "bios" if value != "seabios" => {
+        "bios" if !FIRMWARE.contains(&value) => {
             let hint = "move it with qm remote-migrate";
-            stays("UEFI firmware, whose variables do not move yet", hint)
+            stays("firmware that is not known", hint)
         }
         "cpu" if value.contains("custom-") => {
             let hint = "qm set VMID --cpu x86-64-v2-AES, and start it again";
@@ -288,6 +294,42 @@ fn rng(key: &str, value: &str) -> Result<(), Refused> {
     }
 }
 
+/// A volume whose content QEMU has in its stream.
+fn state(key: &str, value: &str) -> Result<(), Refused> {
+    let wrong = |what: &str, hint: &str| refuse(format!("`{key}` {what}"), hint);
+    let hint = "qm config VMID shows it; report this with its output";
+    let Some(drive) = Drive::read(value) else {
+        return wrong("is not understood", hint);
+    };
+    let is_plain = |text: &str| {
+        let mut bytes = text.bytes();
+        bytes.all(|byte| byte.is_ascii_alphanumeric() || byte == b'.') && !text.contains("..")
+    };
+    let mut options = drive.options();
+    let odd = options.find(|(it, value)| !STATE_OPTIONS.contains(it) || !is_plain(value));
+    if let Some((option, _)) = odd {
+        return wrong(
+            &format!("has the option {option}, which is not taken from another host"),
+            "move it with qm remote-migrate",
+        );
+    }
+    let Content::Volume { storage, name } = drive.content else {
+        let hint = "move it to a storage (qm disk import)";
+        return wrong("is no volume of a storage", hint);
+    };
+    if name.split('/').count() > 2 {
+        let hint = format!("make it whole: qm disk move VMID {key} STORAGE");
+        return wrong("is a linked clone, and stands on another volume", &hint);
+    }
+    if format_of(name).is_none() || !is_storage_id(storage) {
+        return wrong("is no raw or qcow2 volume", hint);
+    }
+    if key == TPM_STATE && format_of(name) != Some(ImageFormat::Raw) {
+        return wrong("is no raw volume", hint);
+    }
+    Ok(())
+}
+
 fn drive(key: &str, value: &str) -> Result<(), Refused> {
     let wrong = |what: &str, hint: &str| refuse(format!("drive {key} {what}"), hint);
     let hint = "qm config VMID shows it; report this with its output";
@@ -320,7 +362,7 @@ fn drive(key: &str, value: &str) -> Result<(), Refused> {
                 let hint = "make it whole: qm disk move VMID DISK STORAGE";
                 return wrong("is a linked clone, and stands on another volume", hint);
             }
-            if !crate::storage::is_storage_id(storage) {
+            if !is_storage_id(storage) {
                 return wrong("has a storage that is not understood", hint);
             }
         }
@@ -364,9 +406,11 @@ mod tests {
 #notes
 agent: 1
 balloon: 0
+bios: ovmf
 boot: order=scsi0;ide2
 cores: 2
 cpu: x86-64-v2-AES
+efidisk0: local:100/vm-100-disk-1.qcow2,efitype=4m,pre-enrolled-keys=1,size=528K
 ide2: local:100/vm-100-cloudinit.qcow2,media=cdrom
 ipconfig0: ip=10.0.0.2/24,gw=10.0.0.1
 memory: 2048
@@ -383,6 +427,7 @@ serial0: socket
 smbios1: uuid=7b10d7af-b932-4c66-b2c3-3996152ec465
 sockets: 1
 sshkeys: ssh-ed25519%20AAAA%2Fbb
+tpmstate0: local:100/vm-100-disk-2.raw,size=4M,version=v2.0
 unused0: local:100/vm-100-disk-9.qcow2
 usb0: spice
 vga: serial0
@@ -408,8 +453,15 @@ vmgenid: c773c261-d800-4348-9f5d-167fadd53cf8
             "virtiofs0: dirid=etc",
             "ivshmem: size=1",
             "rng1: source=/etc/shadow",
-            "efidisk0: local:100/vm-100-disk-1.qcow2,size=528K",
-            "tpmstate0: local:100/vm-100-disk-2.raw,size=4M",
+            "efidisk1: local:100/vm-100-disk-1.qcow2,size=528K",
+            "efidisk0: local:100/vm-100-disk-1.vmdk,size=528K",
+            "efidisk0: local:100/vm-100-disk-1.raw,import-from=x",
+            "efidisk0: local:100/vm-100-disk-1.raw,size=../1",
+            "efidisk0: /dev/sda,size=528K",
+            "tpmstate0: local:100/vm-100-disk-2.qcow2,size=4M,version=v2.0",
+            "tpmstate0: local:100/vm-100-disk-2.raw,size=4M,version=../2",
+            "tpmstate0: /dev/sda,version=v2.0",
+            "tpmstate1: local:100/vm-100-disk-2.raw,size=4M",
             "scsi2: /dev/sda",
             "scsi2: file=/dev/sda,size=1G",
             "scsi2: local:iso/x.iso,media=cdrom",
@@ -426,14 +478,18 @@ vmgenid: c773c261-d800-4348-9f5d-167fadd53cf8
             "[PENDING]\nmemory: 1",
             "[before]\ncores: 1",
         ] {
-            let text = format!("{TEXT}{evil}\n");
+            let key = evil.split(':').next().unwrap();
+            let others = TEXT
+                .lines()
+                .filter(|line| line.split(':').next() != Some(key));
+            let text = format!("{}\n{evil}\n", others.collect::<Vec<_>>().join("\n"));
             assert!(read_foreign(&text).is_err(), "{evil}");
         }
         for (from, to) in [
             ("name: web\n", ""),
             ("name: web\n", "name: ../web\n"),
             ("cpu: x86-64-v2-AES", "cpu: custom-mine"),
-            ("numa: 0", "bios: ovmf"),
+            ("numa: 0", "bios: other"),
             ("source=/dev/urandom", "source=/dev/urandom2"),
         ] {
             let text = TEXT.replace(from, to);

@@ -19,6 +19,15 @@ const MODELS: [&str; 13] = [
     "rtl8139",
     "virtio",
 ];
+/// The key of the variables of UEFI firmware.
+pub(crate) const EFI_DISK: &str = "efidisk0";
+/// The key of the state of a TPM.
+pub(crate) const TPM_STATE: &str = "tpmstate0";
+/// The size of a TPM's state.
+const TPM_BYTES: u64 = 4 << 20;
+/// The sizes of the flash for variables, of firmware of 2 MiB and of 4 MiB.
+const EFI_2M_BYTES: u64 = 128 << 10;
+const EFI_4M_BYTES: u64 = 528 << 10;
 const VMXNET3: &str = "vmxnet3";
 
 /// Returns whether a key is that of a drive with a disk or a medium.
@@ -27,6 +36,21 @@ pub fn is_drive(key: &str) -> bool {
         let number = key.strip_prefix(bus).and_then(number);
         number.is_some_and(|number| number < *count)
     })
+}
+
+/// Returns whether a key is that of a volume whose content QEMU has in its stream: the variables
+/// of UEFI firmware, and the state of a TPM.
+pub fn is_state(key: &str) -> bool {
+    [EFI_DISK, TPM_STATE].contains(&key)
+}
+
+/// Returns the size of such a volume, in bytes. That of variables must be the flash's.
+pub fn state_bytes(key: &str, drive: &Drive<'_>) -> u64 {
+    match (key, drive.option("efitype")) {
+        (TPM_STATE, _) => TPM_BYTES,
+        (_, Some("4m")) => EFI_4M_BYTES,
+        _ => EFI_2M_BYTES,
+    }
 }
 
 /// Returns whether a key is that of a card.
@@ -182,6 +206,22 @@ mod tests {
         }
         assert!(is_card("net31"));
         assert!(!is_card("net32") && !is_card("net") && !is_card("network0"));
+    }
+
+    #[test]
+    fn volumes_of_states_have_the_sizes_that_qemu_needs() {
+        for (key, options, kib) in [
+            ("efidisk0", ",efitype=4m,size=4M", 528),
+            ("efidisk0", ",efitype=2m", 128),
+            ("efidisk0", "", 128),
+            ("tpmstate0", ",size=4M,version=v2.0", 4096),
+        ] {
+            let text = format!("local:100/vm-100-disk-1.raw{options}");
+            let drive = Drive::read(&text).unwrap();
+            assert!(is_state(key));
+            assert_eq!(state_bytes(key, &drive), kib << 10, "{key} {options}");
+        }
+        assert!(!is_state("efidisk1") && !is_state("scsi0"));
     }
 
     #[test]

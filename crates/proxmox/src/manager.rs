@@ -4,6 +4,7 @@
 mod arrival;
 mod departure;
 mod handoff;
+mod volumes;
 
 use crate::accept::{self, Refused, refuse};
 use crate::config::GuestConfig;
@@ -62,6 +63,10 @@ struct Shared {
     expected: Mutex<HashMap<String, arrival::Expected>>,
     /// Guests that are being unlocked, by their names.
     staying: Mutex<HashSet<String>>,
+    /// Guests whose departure begins or ends, by their names.
+    departing: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
+    /// Guests whose locks are being removed until that is done, by their names.
+    settling: Mutex<HashSet<String>>,
     /// The machines of running guests, by their processes' numbers and start times.
     machines: Mutex<HashMap<String, String>>,
 }
@@ -106,7 +111,7 @@ impl Drop for Hold {
         };
         lock(&self.manager.shared.staying).insert(name.clone());
         runtime.spawn(async move {
-            if let Err(error) = manager.stay(&name, note.id).await {
+            if let Err(error) = manager.stay(&name, note.began_ns).await {
                 let id = note.id;
                 tracing::error!(guest = name, error, "it stays locked: qm unlock {id}");
             }
@@ -378,12 +383,6 @@ impl Proxmox {
         }
         Ok(None)
     }
-
-    fn forget(&self, name: &str) {
-        if let Err(error) = self.notes.forget(name) {
-            tracing::error!(guest = name, %error, "cannot forget a note about it");
-        }
-    }
 }
 
 /// Why a command that needs a guest's control socket was not carried out.
@@ -531,6 +530,28 @@ impl GuestManager for Proxmox {
         self.expect_guest(guest)
     }
 
+    fn allocate<'a>(
+        &'a self,
+        guest: &'a str,
+        image: &'a str,
+        bytes: u64,
+    ) -> BoxFuture<'a, Result<bool, ManagerError>> {
+        async move {
+            let allocated = self.allocate_disk(guest, image, bytes).await;
+            allocated.map_err(failed)
+        }
+        .boxed()
+    }
+
+    fn free<'a>(&'a self, guest: &'a str) -> BoxFuture<'a, ()> {
+        async move {
+            if let Err(error) = self.free_unlaunched(guest).await {
+                tracing::error!(guest, error, "something of it is left over");
+            }
+        }
+        .boxed()
+    }
+
     fn launch_incoming(
         &self,
         incoming: IncomingGuest,
@@ -598,7 +619,7 @@ impl GuestManager for Proxmox {
             let notes = self.notes.all();
             for (name, note) in notes.iter().filter(|(name, _)| !moving.contains(*name)) {
                 let settled = match note.role {
-                    Role::Departs if !note.stops => self.stay(name, note.id).await,
+                    Role::Departs if !note.stops => self.stay(name, note.began_ns).await,
                     Role::Arrives => self.end_arriving(name).await,
                     _ => continue,
                 };
@@ -609,6 +630,10 @@ impl GuestManager for Proxmox {
             }
         }
         .boxed()
+    }
+
+    fn settle_guest(&self, guest: &str) {
+        self.settle_departure(guest);
     }
 
     fn note_stop(&self, guest: &Guest, stops: bool) -> io::Result<()> {

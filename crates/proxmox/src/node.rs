@@ -17,6 +17,8 @@ const ETC: &str = "/etc/pve";
 const RUN: &str = "/run/qemu-server";
 /// The time limit for a question to a QEMU that nobody moves.
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
+/// The time limit for the list of a storage's volumes.
+const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 /// The number of characters of a command's error that are shown.
 const ERROR_CHARS_MAX: usize = 400;
 /// Programs whose files are read are not larger.
@@ -87,6 +89,21 @@ pub async fn run(
     let more = said.chars().count().saturating_sub(ERROR_CHARS_MAX);
     let said = said.chars().skip(more).collect();
     Err(CommandError::Failed { command, said })
+}
+
+/// Returns the volumes of a guest on a storage, as Proxmox VE's commands name them.
+///
+/// # Errors
+/// When the storage cannot be asked.
+pub async fn volumes(storage: &str, id: VmId) -> Result<Vec<String>, CommandError> {
+    let number = id.to_string();
+    let arguments = ["list", storage, "--vmid", &number];
+    let said = run("pvesm", &arguments, LIST_TIMEOUT).await?;
+    let firsts = said
+        .lines()
+        .filter_map(|line| line.split_whitespace().next());
+    let volumes = firsts.filter(|first| first.contains(':'));
+    Ok(volumes.map(str::to_owned).collect())
 }
 
 /// Returns whether this host is a node of Proxmox VE.

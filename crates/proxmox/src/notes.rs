@@ -2,9 +2,10 @@
 
 use crate::names::VmId;
 use longhaul_hypervisor::config::{Image, ImageFormat};
+use longhaul_hypervisor::process::ProcessId;
 use longhaul_protocol::HostId;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
@@ -68,9 +69,22 @@ pub(crate) struct Note {
     /// guest does not come.
     #[serde(default)]
     pub(crate) before: Option<String>,
+    /// When its departure began, in nanoseconds of Unix time.
+    #[serde(default)]
+    pub(crate) began_ns: u64,
+    /// The QEMU that departs.
+    #[serde(default)]
+    pub(crate) process: Option<ProcessId>,
     /// Its volumes, by the names under which the agents speak of them.
     #[serde(default)]
     pub(crate) volumes: BTreeMap<String, Volume>,
+    /// The volumes that Proxmox VE has allocated for it, or was about to. They are freed where the
+    /// guest does not come.
+    #[serde(default)]
+    pub(crate) allocated: BTreeSet<String>,
+    /// The files with the state of devices of a guest that leaves. They are set aside.
+    #[serde(default)]
+    pub(crate) states: BTreeSet<PathBuf>,
 }
 
 /// The folder of the notes.
@@ -197,7 +211,11 @@ mod tests {
             sender: Some(HostId([7; 32])),
             stops: false,
             before: Some("lock: migrate\n".to_owned()),
+            began_ns: 7,
+            process: ProcessId::of(1).unwrap(),
             volumes: [("proxmox.local.100.scsi0.qcow2".to_owned(), volume)].into(),
+            allocated: ["local:100/vm-100-disk-1.raw".to_owned()].into(),
+            states: BTreeSet::new(),
         };
         notes.write("web", &note).unwrap();
         notes.change("web", |note| note.role = Role::Here).unwrap();

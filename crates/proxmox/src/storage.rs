@@ -17,6 +17,9 @@ use std::path::{Path, PathBuf};
 /// Kinds of storages whose volumes are files in `images/VMID`.
 const FOLDERS: [&str; 3] = ["cifs", "dir", "nfs"];
 
+/// Kinds of storages whose volumes are block devices of the host.
+const DEVICES: [&str; 3] = ["lvm", "lvmthin", "zfspool"];
+
 /// The storages of `storage.cfg`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Storages(BTreeMap<String, Storage>);
@@ -146,10 +149,19 @@ impl Storage {
         if !has(self.option("content").unwrap_or("images"), "images") {
             return Some(format!("storage {id} is not for disk images"));
         }
-        self.folder().is_none().then(|| {
+        let fits = self.folder().is_some() || self.allocates();
+        (!fits).then(|| {
             let kind = &self.kind;
-            format!("storage {id} is of the kind {kind}, and volumes arrive on dir, nfs and cifs")
+            format!(
+                "storage {id} is of the kind {kind}, and volumes arrive on dir, nfs, cifs, lvm, \
+                 lvmthin and zfspool"
+            )
         })
+    }
+
+    /// Returns whether its volumes are block devices that have to be allocated.
+    pub fn allocates(&self) -> bool {
+        DEVICES.contains(&self.kind.as_str())
     }
 }
 
@@ -247,7 +259,7 @@ rbd: ceph
         let refuses = |id: &str, node: &str| storages.get(id).unwrap().refuses(node);
         for (id, node, expected) in [
             ("local", "one", "not for disk images"),
-            ("local-lvm", "one", "of the kind lvmthin"),
+            ("ceph", "one", "of the kind rbd"),
             ("shared", "three", "not one of node three"),
             ("other", "one", "is disabled"),
         ] {
@@ -256,6 +268,7 @@ rbd: ceph
         }
         assert_eq!(refuses("shared", "two"), None);
         assert_eq!(refuses("fine", "one"), None);
+        assert_eq!(refuses("local-lvm", "one"), None);
         assert_eq!(storages.all().count(), 7);
     }
 

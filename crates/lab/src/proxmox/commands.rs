@@ -1,7 +1,7 @@
 //! The commands of the stand-in, with the locks of Proxmox VE.
 
-use super::machine::{Drive, command_line};
-use super::{SETUP, Setup};
+use super::machine::{Drive, EfiDisk, command_line};
+use super::{SETUP, Setup, storage};
 use serde_json::{Value, json};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -11,14 +11,14 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-const ETC: &str = "/etc/pve";
+pub(super) const ETC: &str = "/etc/pve";
 const RUN: &str = "/run/qemu-server";
 /// The time limit for an answer of QEMU.
 const QMP_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time limit for a QEMU to end by itself.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-type Done<T = ()> = Result<T, String>;
+pub(super) type Done<T = ()> = Result<T, String>;
 
 /// The settings of a guest as it is now.
 #[derive(Debug, Default, Clone)]
@@ -46,7 +46,7 @@ impl Settings {
     }
 }
 
-fn io(what: &str) -> impl Fn(std::io::Error) -> String {
+pub(super) fn io(what: &str) -> impl Fn(std::io::Error) -> String {
     move |error| format!("{what}: {error}")
 }
 
@@ -153,7 +153,7 @@ pub fn command(program: &str, words: &[String]) -> Done {
     }
     match (program, *verb) {
         ("pvesh", "get") if rest.first() == Some(&"/cluster/nextid") => next_id(),
-        ("pvesm", "path") => print(&volume(rest.first().unwrap_or(&""))?.display().to_string()),
+        ("pvesm", verb) => print(&storage::command(verb, rest)?),
         ("qm", "list") => list(),
         ("qm", "config") => print(config(rest.first().unwrap_or(&""))?.trim_end()),
         ("qm", verb) => {
@@ -163,6 +163,10 @@ pub fn command(program: &str, words: &[String]) -> Done {
                 "start" => start(id, options, skips),
                 "showcmd" => print(&line_of(id, None)?.join(" ")),
                 "stop" => stop(id, skips),
+                "reset" => {
+                    check_lock(&Settings::read(&config(id)?), skips)?;
+                    ask(id, "system_reset", &json!({}), QMP_TIMEOUT).map(drop)
+                }
                 "resume" => resume(id, skips),
                 "suspend" => {
                     check_lock(&Settings::read(&config(id)?), skips)?;
@@ -236,24 +240,6 @@ fn list() -> Done {
     print(&text)
 }
 
-/// Returns the path of a volume of a directory.
-fn volume(id: &str) -> Done<PathBuf> {
-    let (storage, name) = id
-        .split_once(':')
-        .ok_or_else(|| format!("unable to parse volume ID '{id}'"))?;
-    let text = fs::read_to_string(Path::new(ETC).join("storage.cfg"));
-    let text = text.map_err(io("read storage.cfg"))?;
-    let mut lines = text.lines();
-    lines
-        .find(|line| line.split_once(": ").is_some_and(|(_, id)| id == storage))
-        .ok_or_else(|| format!("storage '{storage}' does not exist"))?;
-    let path = lines
-        .map_while(|line| line.strip_prefix('\t'))
-        .find_map(|line| line.strip_prefix("path "));
-    let path = path.ok_or_else(|| format!("storage '{storage}' has no path"))?;
-    Ok(Path::new(path).join("images").join(name))
-}
-
 fn drives(settings: &Settings) -> Done<Vec<Drive>> {
     let mut drives = Vec::new();
     for (key, value) in settings.all() {
@@ -269,12 +255,7 @@ fn drives(settings: &Settings) -> Done<Vec<Drive>> {
         let (path, format) = match first {
             "none" => (None, String::new()),
             id => {
-                let path = volume(id)?;
-                if !path.exists() {
-                    return Err(format!("volume '{id}' does not exist"));
-                }
-                let format = path.extension().unwrap_or_default();
-                let format = format.to_string_lossy().into_owned();
+                let (path, format) = existing(id)?;
                 (Some(path), format)
             }
         };
@@ -289,6 +270,29 @@ fn drives(settings: &Settings) -> Done<Vec<Drive>> {
     Ok(drives)
 }
 
+/// Returns the path and the format of a volume that is there.
+fn existing(id: &str) -> Done<(PathBuf, String)> {
+    let path = storage::path(id)?;
+    if !path.exists() {
+        return Err(format!("volume '{id}' does not exist"));
+    }
+    Ok((path, storage::format(id).to_owned()))
+}
+
+/// Returns the volume of UEFI variables of a guest with UEFI firmware.
+fn efi_disk(settings: &Settings) -> Done<Option<EfiDisk>> {
+    if settings.get("bios") != Some("ovmf") {
+        return Ok(None);
+    }
+    let value = settings.get("efidisk0").ok_or("no efidisk configured")?;
+    let (path, format) = existing(value.split(',').next().unwrap_or_default())?;
+    Ok(Some(EfiDisk {
+        path,
+        format,
+        is_4m: value.split(',').any(|part| part == "efitype=4m"),
+    }))
+}
+
 fn setup() -> Done<Setup> {
     let text = fs::read_to_string(Path::new(ETC).join(SETUP));
     let text = text.map_err(io("read the stand-in's setup"))?;
@@ -298,6 +302,7 @@ fn setup() -> Done<Setup> {
 fn line_of(id: &str, machine: Option<&str>) -> Done<Vec<String>> {
     let settings = Settings::read(&config(id)?);
     let drives = drives(&settings)?;
+    let efi_disk = efi_disk(&settings)?;
     let program = std::env::current_exe().map_err(io("find this program"))?;
     // QEMU starts it under the name of the script that it stands in for.
     let path = std::env::var("PATH").unwrap_or_default();
@@ -311,7 +316,7 @@ fn line_of(id: &str, machine: Option<&str>) -> Done<Vec<String>> {
         id,
         &settings,
         (&setup, machine),
-        &drives,
+        (&drives, efi_disk.as_ref()),
         &script,
     ))
 }
@@ -354,6 +359,7 @@ fn start(id: &str, options: &[&str], skips: bool) -> Done {
         Some(other) => return Err(format!("no such state: {other}")),
         None => {}
     }
+    start_tpm(id, &settings, uri.is_some())?;
     let (program, words) = words.split_first().ok_or("no command line")?;
     let mut qemu = Command::new(program);
     qemu.args(words).stdin(Stdio::null()).stdout(Stdio::null());
@@ -371,6 +377,54 @@ fn start(id: &str, options: &[&str], skips: bool) -> Done {
         print(&format!("migration listens on unix:{}", incoming.display()))?;
     }
     Ok(())
+}
+
+/// Starts the emulator of a guest's TPM, which ends with QEMU. That of a guest that arrives gets
+/// its state from QEMU.
+fn start_tpm(id: &str, settings: &Settings, arrives: bool) -> Done {
+    let Some(value) = settings.get("tpmstate0") else {
+        return Ok(());
+    };
+    let (state, _) = existing(value.split(',').next().unwrap_or_default())?;
+    let is_2 = value.split(',').any(|part| part == "version=v2.0");
+    let run = |program: &str, words: &[&str]| -> Done {
+        let mut command = Command::new(program);
+        let version = is_2.then_some("--tpm2");
+        let done = command.args(words).args(version).stdin(Stdio::null());
+        let output = done.output().map_err(io(&format!("start {program}")))?;
+        match output.status.success() {
+            true => Ok(()),
+            false => {
+                let said = String::from_utf8_lossy(&output.stdout);
+                Err(format!("{program} failed: {said}"))
+            }
+        }
+    };
+    let file = state.display();
+    if !arrives {
+        let uri = format!("file://{file}");
+        let once = ["--runas", "0", "--not-overwrite"];
+        let words = [
+            &["--tpmstate", &uri, "--createek", "--lock-nvram"],
+            &once[..],
+        ]
+        .concat();
+        run("swtpm_setup", &words)?;
+    }
+    let uri = format!("backend-uri=file://{file},mode=0600");
+    let control = format!("type=unixio,path={RUN}/{id}.swtpm,mode=0600");
+    let pid = format!("file={RUN}/{id}.swtpm.pid");
+    let words = [
+        "socket",
+        "--tpmstate",
+        &uri,
+        "--ctrl",
+        &control,
+        "--pid",
+        &pid,
+    ];
+    let end = ["--terminate", "--daemon"];
+    run("swtpm", &[&words[..], &end].concat())
 }
 
 fn stop(id: &str, skips: bool) -> Done {

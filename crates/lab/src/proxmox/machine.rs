@@ -5,13 +5,17 @@
 use super::commands::Settings;
 use super::{Setup, Version};
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
 
 /// The PCI addresses of SCSI's host adapter, and of the first drives and cards on virtio.
 const SCSI_ADDRESS: u32 = 5;
 const VIRTIO_ADDRESS: u32 = 0xa;
 const CARD_ADDRESS: u32 = 0x12;
 const LAB_ADDRESS: u32 = 0x1a;
+
+/// The folder of UEFI firmware. That of Proxmox VE is `/usr/share/pve-edk2-firmware`.
+pub(super) const FIRMWARE: &str = "/usr/share/OVMF";
 
 /// A drive of a guest with its volume.
 pub(super) struct Drive {
@@ -23,6 +27,14 @@ pub(super) struct Drive {
     pub(super) discards: bool,
 }
 
+/// The volume of a guest's UEFI variables.
+pub(super) struct EfiDisk {
+    pub(super) path: PathBuf,
+    pub(super) format: String,
+    /// Whether its firmware is one of 4 MiB.
+    pub(super) is_4m: bool,
+}
+
 fn number(key: &str, prefix: &str) -> Option<u32> {
     key.strip_prefix(prefix)?.parse().ok()
 }
@@ -32,7 +44,7 @@ pub(super) fn command_line(
     id: &str,
     settings: &Settings,
     (setup, forced): (&Setup, Option<&str>),
-    drives: &[Drive],
+    (drives, efi_disk): (&[Drive], Option<&EfiDisk>),
     bridge_script: &str,
 ) -> Vec<String> {
     let run = format!("/var/run/qemu-server/{id}");
@@ -64,6 +76,20 @@ pub(super) fn command_line(
     );
     add("-nodefaults", String::new());
     add("-boot", "menu=on,strict=on,reboot-timeout=1000".to_owned());
+    if settings.get("tpmstate0").is_some() {
+        add("-chardev", format!("socket,id=tpmchar,path={run}.swtpm"));
+        add("-tpmdev", "emulator,id=tpmdev,chardev=tpmchar".to_owned());
+        add("-device", "tpm-tis,tpmdev=tpmdev".to_owned());
+    }
+    let mut flash = String::new();
+    if let Some(disk) = efi_disk {
+        for (option, value) in efi_words(disk, setup.version) {
+            add(option, value);
+        }
+        if setup.version == Version::Nine {
+            flash = "pflash0=pflash0,pflash1=drive-efidisk0,".to_owned();
+        }
+    }
     add("-vnc", format!("unix:{run}.vnc"));
     add("-cpu", get("cpu", "qemu64"));
     add("-m", get("memory", "512"));
@@ -130,8 +156,72 @@ pub(super) fn command_line(
         Some("0") => "accel=tcg,",
         _ => "",
     };
-    add("-machine", format!("{accelerator}hpet=off,type={machine}"));
+    let machine = format!("{accelerator}hpet=off,{flash}type={machine}");
+    add("-machine", machine);
     words
+}
+
+/// Returns the options of UEFI firmware and its variables.
+fn efi_words(disk: &EfiDisk, version: Version) -> Vec<(&'static str, String)> {
+    let (code, bytes) = match disk.is_4m {
+        true => ("OVMF_CODE_4M.fd", 540_672),
+        false => ("OVMF_CODE.fd", 131_072),
+    };
+    let code = format!("{FIRMWARE}/{code}");
+    let (path, is_raw) = (disk.path.display().to_string(), disk.format == "raw");
+    match version {
+        Version::Eight => {
+            let size = match is_raw {
+                true => format!(",size={bytes}"),
+                false => String::new(),
+            };
+            let variables = format!("format={},file={path}{size}", disk.format);
+            let code = format!("if=pflash,unit=0,format=raw,readonly=on,file={code}");
+            let variables = format!("if=pflash,unit=1,id=drive-efidisk0,{variables}");
+            vec![("-drive", code), ("-drive", variables)]
+        }
+        Version::Nine => {
+            let code = json!({
+                "driver": "raw", "file": {"driver": "file", "filename": code},
+                "node-name": "pflash0", "read-only": true,
+            });
+            let group = "throttle-drive-efidisk0";
+            let throttle = json!({"id": group, "limits": {}, "qom-type": "throttle-group"});
+            let mut format = json!({
+                "driver": disk.format, "node-name": digest('f', &disk.path), "read-only": false,
+                "file": {"driver": driver_of(&disk.path), "filename": path,
+                         "node-name": digest('e', &disk.path), "read-only": false},
+            });
+            if is_raw {
+                format["size"] = bytes.into();
+            }
+            let variables = json!({
+                "driver": "throttle", "node-name": "drive-efidisk0", "read-only": false,
+                "throttle-group": group, "file": format,
+            });
+            vec![
+                ("-object", throttle.to_string()),
+                ("-blockdev", code.to_string()),
+                ("-blockdev", variables.to_string()),
+            ]
+        }
+    }
+}
+
+/// Returns the driver of a volume's lowest node.
+fn driver_of(path: &Path) -> &'static str {
+    let is_device = path
+        .metadata()
+        .is_ok_and(|it| it.file_type().is_block_device());
+    if is_device { "host_device" } else { "file" }
+}
+
+/// Returns a node's name. Proxmox VE's are digests of the volume's name, of the same length.
+fn digest(first: char, path: &Path) -> String {
+    let sum = path.display().to_string().bytes().fold(7_u64, |sum, byte| {
+        sum.wrapping_mul(0x100_0000_01b3).wrapping_add(byte.into())
+    });
+    format!("{first}{sum:016x}{:014x}", sum >> 8)
 }
 
 /// Returns the options of a drive.
@@ -189,22 +279,17 @@ fn drive_words(drive: &Drive, version: Version) -> Vec<(&'static str, String)> {
 }
 
 /// Returns the nodes of a drive: the throttle filter, the format, and the file.
-fn blockdev(drive: &Drive, path: &std::path::Path, name: &str, group: &str) -> Value {
+fn blockdev(drive: &Drive, path: &Path, name: &str, group: &str) -> Value {
     let read_only = drive.is_cdrom;
     let cache = json!({"direct": true, "no-flush": false});
-    // Proxmox VE's are digests of the volume's name, of the same length.
-    let digest = |first: char| {
-        let sum = path.display().to_string().bytes().fold(7_u64, |sum, byte| {
-            sum.wrapping_mul(0x100_0000_01b3).wrapping_add(byte.into())
-        });
-        format!("{first}{sum:016x}{:014x}", sum >> 8)
-    };
     let mut file = json!({
-        "driver": "file", "node-name": digest('e'), "read-only": read_only,
+        "driver": driver_of(path), "node-name": digest('e', path),
+        "read-only": read_only,
         "cache": cache, "aio": "threads", "filename": path.display().to_string(),
     });
     let mut format = json!({
-        "driver": drive.format, "node-name": digest('f'), "read-only": read_only, "cache": cache,
+        "driver": drive.format, "node-name": digest('f', path), "read-only": read_only,
+        "cache": cache,
     });
     let mut throttle = json!({
         "driver": "throttle", "node-name": name, "throttle-group": group, "read-only": read_only,

@@ -84,6 +84,10 @@ impl Companion for Arrival {
         let check = |disk: &longhaul_protocol::guest::Disk| {
             let (verdict, text, hint) = match images::look_for_room(context, guest, &disk.name) {
                 Ok(Room::File(_)) => return None,
+                Ok(Room::Absent { .. }) => {
+                    let text = format!("{here} allocates a volume for disk {}", disk.name);
+                    (Verdict::Fine, text, None)
+                }
                 Ok(Room::Volume(volumes::Room { volume, why })) => {
                     let size = show_bytes(volume.size_bytes());
                     let name = &disk.name;
@@ -113,6 +117,8 @@ impl Companion for Arrival {
     fn prepare<'a>(&'a mut self, offered: &'a mut Offered<'_>) -> Step<'a, Result<(), Refusal>> {
         Box::pin(async move {
             let context = &self.about.context;
+            let guest = &offered.offer.guest.name;
+            images::allocate(context, guest, &mut offered.places).await?;
             let made = block_in_place(|| images::make(context, &offered.offer, &offered.places));
             offered.images = made.map_err(|error| Refusal {
                 code: RefusalCode::QemuFailed,

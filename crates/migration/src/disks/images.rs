@@ -16,10 +16,11 @@ use crate::disks::volumes::{self, Begins};
 use crate::disks::{blocks_of, has_format};
 use crate::host::notes::{self, All, NoteStore};
 use crate::host::writable;
+use longhaul_hypervisor::config::VolumeContent;
 use longhaul_hypervisor::process::Account;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::{Disk, GuestDescription};
-use longhaul_protocol::message::{Check, Offer, Refusal, Verdict};
+use longhaul_protocol::message::{Check, Offer, Refusal, RefusalCode, Verdict};
 use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{MigrationId, RegionId, RegionKind, RegionSpec};
 use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk, Volume, Zeros, is_volume, qcow2};
@@ -31,6 +32,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use tokio::task::block_in_place;
 
 /// Space that stays free on a file system beside the disks, in bytes.
 const SPARE_BYTES: u64 = 64 << 20;
@@ -46,12 +48,19 @@ pub(crate) enum Room {
     File(PathBuf),
     /// It will be written to this volume.
     Volume(volumes::Room),
+    /// The manager of the guest will allocate a volume.
+    Absent {
+        /// The name of the image.
+        image: String,
+        /// Where the volume will be.
+        path: PathBuf,
+    },
 }
 
 impl Room {
     pub(crate) fn path(&self) -> &Path {
         match self {
-            Self::File(path) => path,
+            Self::File(path) | Self::Absent { path, .. } => path,
             Self::Volume(room) => room.volume.path(),
         }
     }
@@ -76,7 +85,7 @@ impl Place {
     /// Returns the volume that the disk is written to, if it is not written to a file.
     pub(crate) fn volume(&self) -> Option<&Volume> {
         match &self.room {
-            Room::File(_) => None,
+            Room::File(_) | Room::Absent { .. } => None,
             Room::Volume(room) => Some(&room.volume),
         }
     }
@@ -84,7 +93,9 @@ impl Place {
     /// Returns the size that its disk export shows.
     pub(crate) fn export_size(&self) -> ExportSize {
         match &self.room {
-            Room::File(path) => exports::shown(grows(&self.offered), path).0,
+            Room::File(path) | Room::Absent { path, .. } => {
+                exports::shown(grows(&self.offered), path).0
+            }
             // QEMU may use all of it for a qcow2 image. A raw disk that is smaller has its size in
             // the format node above.
             Room::Volume(room) => ExportSize::Bytes(room.volume.size_bytes()),
@@ -176,6 +187,23 @@ pub(crate) fn look_for_room(
         )));
     };
     let of = format!("disk {name}");
+    let known = context.parts.config.hypervisor.image(&described.image);
+    if let Some(image) = &known
+        && image.volume == Some(VolumeContent::Absent)
+    {
+        let here = &context.parts.config.name;
+        return match fs::symlink_metadata(&image.path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Room::Absent {
+                image: described.image.clone(),
+                path: image.path.clone(),
+            }),
+            // Nothing says that it is this guest's.
+            _ => {
+                let text = format!("{here} has a volume already where that of {of} was to be");
+                Err(refused(text, "try again"))
+            }
+        };
+    }
     if let Some(image) = context.parts.config.hypervisor.image(&described.image)
         && is_volume(&image.path)
     {
@@ -372,7 +400,7 @@ fn enough_room(here: &str, places: &[Place]) -> Result<(), Refusal> {
             let mut above = path.ancestors().skip(1);
             above.find(|it| it.is_dir()).map(Path::to_owned)
         }
-        Room::Volume(_) => None,
+        Room::Volume(_) | Room::Absent { .. } => None,
     };
     for place in places {
         let Some(above) = folder(place) else { continue };
@@ -444,6 +472,39 @@ pub(crate) fn notes_in(state: &Path) -> NoteStore<Note> {
     NoteStore::of(state)
 }
 
+/// Has the manager of a guest allocate the volumes of its disks that are not there.
+pub(crate) async fn allocate(
+    context: &Context,
+    guest: &str,
+    places: &mut [Place],
+) -> Result<(), Refusal> {
+    let here = &context.parts.config.name;
+    for place in places {
+        let Room::Absent { image, .. } = &place.room else {
+            continue;
+        };
+        let (image, bytes) = (image.clone(), place.offered.image_bytes);
+        let of = format!("disk {}", place.offered.name);
+        let failed = |why: &str| Refusal {
+            code: RefusalCode::QemuFailed,
+            text: format!("{here}: no volume can be allocated for {of}: {why}"),
+            hint: None,
+        };
+        let guests = &context.parts.guests;
+        match guests.allocate(guest, &image, bytes).await {
+            Ok(true) => {}
+            Ok(false) => return Err(failed("no manager of guests has its storage")),
+            Err(error) => return Err(failed(&error.to_string())),
+        }
+        let known = context.parts.config.hypervisor.image(&image);
+        let known = known.ok_or_else(|| failed("its image has no name any more"))?;
+        let look = || volumes::look(context, guest, (&image, &known), &of);
+        place.room = Room::Volume(block_in_place(look)?);
+        place.check_size(here)?;
+    }
+    Ok(())
+}
+
 /// Creates the images of an offer's disks.
 pub(crate) fn make(
     context: &Context,
@@ -473,6 +534,10 @@ pub(crate) fn make(
         let disk = match &place.room {
             Room::File(path) => RawDisk::open(path, place.size()).map_err(io::Error::other)?,
             Room::Volume(room) => write_over(context, offer, place, room)?,
+            Room::Absent { path, .. } => {
+                let text = format!("{} was not allocated", path.display());
+                return Err(io::Error::other(text));
+            }
         };
         Ok(Arc::new(disk))
     };

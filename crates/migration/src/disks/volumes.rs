@@ -216,6 +216,10 @@ impl Asked<'_> {
 
     /// Returns why the volume's content does not count, in words.
     fn permission(&self, volume: &Volume) -> Result<&'static str, Refusal> {
+        if self.image.volume == Some(VolumeContent::Absent) {
+            // Notes are of volumes that had its place, or its number, before.
+            return Ok("allocated for it");
+        }
         let state = &self.context.parts.config.state;
         let read = || -> io::Result<_> {
             let note = of(state, &volume.identity()?)?;
@@ -409,6 +413,10 @@ fn sweep_one(context: &Context, name: &str, mut note: Note) -> io::Result<()> {
     note.state = match fate(context, migration, (&note.guest, generation))? {
         Fate::Open => return Ok(()),
         Fate::Stay => State::Here,
+        // It was allocated for the guest, and is freed.
+        Fate::Go if is_gone(&note.path) => {
+            return notes_in(&context.parts.config.state).remove(name);
+        }
         Fate::Go => {
             let (disk, identity) = identity_of(&note.path)?;
             // Another volume has this path now.
@@ -420,6 +428,11 @@ fn sweep_one(context: &Context, name: &str, mut note: Note) -> io::Result<()> {
         }
     };
     notes_in(&context.parts.config.state).write(name, &note)
+}
+
+fn is_gone(path: &Path) -> bool {
+    let found = fs::metadata(path);
+    found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// Returns the sizes of a guest's raw disks that are smaller than their volumes, by the disks'

@@ -1,45 +1,48 @@
 //! A guest that arrives: its file is made here, and `qm start --stateuri` starts its QEMU.
 
 use super::departure::LOCK;
+use super::volumes::NewVolume;
 use super::{CHANGE_TIMEOUT, Handoff, Proxmox, RUN_TIMEOUT, START_TIMEOUT, lock};
 use crate::accept;
 use crate::config::GuestConfig;
-use crate::device::{Card, Content, Drive, is_card, is_drive};
+use crate::device::{Card, Content, Drive, is_card, is_drive, is_state};
 use crate::names::{self, VmId, VolumeName, vmid};
 use crate::node;
 use crate::notes::{Note, Role, Volume, write_whole};
-use crate::storage::Storages;
+use crate::storage::Storage;
 use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::config::VolumeContent;
 use longhaul_hypervisor::manager::{
     Commit, CommitError, Cookie, Found, IncomingGuest, LaunchIncomingError, Launched, Lease,
 };
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::guest::{Disk, GuestDescription, Managed};
 use longhaul_protocol::message::{Check, Verdict};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
 use tokio::task::block_in_place;
 
-/// The largest number of volumes of one guest in a folder that are looked at for a free name.
-const VOLUMES_MAX: u32 = 1000;
-
 const SAME_CLUSTER: &str = "it is a guest of this node's own cluster, which moves it itself";
 
 /// Where a guest would arrive.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Expected {
-    id: VmId,
+    pub(super) id: VmId,
     /// The storages and the volumes' names in them, by the names under which the agents speak of
     /// them.
-    volumes: BTreeMap<String, (String, String)>,
+    pub(super) volumes: BTreeMap<String, (String, String)>,
     /// Their paths.
-    places: BTreeMap<String, Volume>,
+    pub(super) places: BTreeMap<String, Volume>,
+    /// The volumes that have to be allocated, by the same names. Their sizes are not known yet.
+    pub(super) new: BTreeMap<String, NewVolume>,
+    /// The volumes with the state of devices, by the keys in the guest's file.
+    pub(super) states: BTreeMap<String, NewVolume>,
 }
 
-fn text(error: impl Display) -> String {
+pub(super) fn text(error: impl Display) -> String {
     error.to_string()
 }
 
@@ -58,11 +61,18 @@ impl Proxmox {
     /// Learns where the volumes and cards of a guest would be here.
     pub(super) fn expect_guest(&self, guest: &GuestDescription) -> Vec<Check> {
         match self.places_for(guest) {
-            Ok(None) => Vec::new(),
+            Ok(None) => {
+                lock(&self.shared.expected).remove(&guest.name);
+                Vec::new()
+            }
             Ok(Some((expected, wanted))) => {
                 let id = expected.id;
                 for (name, volume) in &expected.places {
-                    self.config.named.set_image(name, volume.image());
+                    let mut image = volume.image();
+                    if expected.new.contains_key(name) {
+                        image.volume = Some(VolumeContent::Absent);
+                    }
+                    self.config.named.set_image(name, image);
                 }
                 for nic in &guest.nics {
                     if let Some(bridge) = names::bridge_of(&nic.network) {
@@ -148,6 +158,16 @@ impl Proxmox {
             let wanted = (&volume, id, disk.read_only);
             let (storage, file, place) = self.place(wanted, &storages, (&name, &expected))?;
             let image = &disk.image;
+            if storages.get(&storage).is_some_and(Storage::allocates) {
+                let new = NewVolume {
+                    storage: storage.clone(),
+                    name: file.clone(),
+                    path: place.path.clone(),
+                    format: volume.format,
+                    bytes: 0,
+                };
+                expected.new.insert(image.clone(), new);
+            }
             expected.volumes.insert(image.clone(), (storage, file));
             expected.places.insert(image.clone(), place);
         }
@@ -193,63 +213,6 @@ impl Proxmox {
         next.ok_or_else(|| failed(&format!("pvesh says {said:?}")))
     }
 
-    /// Returns the place of a volume here: its storage, its name there, and its path.
-    fn place(
-        &self,
-        (volume, id, is_cloud_init): (&VolumeName, VmId, bool),
-        storages: &Storages,
-        (node, expected): (&str, &Expected),
-    ) -> Result<(String, String, Volume), (String, String)> {
-        let from = &volume.storage;
-        let own = self.config.proxmox.storages.get(from).unwrap_or(from);
-        let hint = || {
-            let fit = storages.all().filter(|it| it.refuses(node).is_none());
-            let fit: Vec<&str> = fit.map(|it| it.id.as_str()).collect();
-            format!(
-                "in the configuration there: [proxmox.storages] {from:?} = \"STORAGE\" (there are: \
-                 {})",
-                fit.join(", ")
-            )
-        };
-        let Some(storage) = storages.get(own) else {
-            let text = format!("it has no storage {own}, for volumes of {from}");
-            return Err((text, hint()));
-        };
-        if let Some(why) = storage.refuses(node) {
-            return Err((format!("{why} (for volumes of {from})"), hint()));
-        }
-        let ending = names::ending(volume.format);
-        let format = volume.format;
-        if is_cloud_init {
-            // Proxmox VE knows it by its name.
-            let file = format!("{id}/vm-{id}-cloudinit.{ending}");
-            if let Some(path) = storage.path(&file) {
-                return Ok((own.clone(), file, Volume { path, format }));
-            }
-        }
-        let free = (0..VOLUMES_MAX).find_map(|number| {
-            let stem = format!("vm-{id}-disk-{number}");
-            let file = format!("{id}/{stem}.{ending}");
-            let path = storage.path(&file)?;
-            // No volume of another format has the number.
-            let formats = ["raw", "qcow2", "vmdk"].map(|ending| format!("{id}/{stem}.{ending}"));
-            let is_free = formats.iter().all(|file| {
-                let path = storage.path(file);
-                let named = (own.clone(), file.clone());
-                path.is_none_or(|path| fs::symlink_metadata(path).is_err())
-                    && !expected.volumes.values().any(|it| *it == named)
-            });
-            is_free.then_some((file, path))
-        });
-        let Some((file, path)) = free else {
-            return Err((
-                format!("storage {own} has no free name for a volume"),
-                hint(),
-            ));
-        };
-        Ok((own.clone(), file, Volume { path, format }))
-    }
-
     pub(super) async fn launch(
         self,
         incoming: IncomingGuest,
@@ -275,37 +238,34 @@ impl Proxmox {
         if same.map_err(|error| broken(&error))? {
             return Err(unsuitable(&SAME_CLUSTER));
         }
-        let left = self.notes.read(&name).map_err(|error| broken(&error))?;
+        let noted = self.notes.read(&name).map_err(|error| broken(&error))?;
         let expected = lock(&self.shared.expected).get(&name).cloned();
-        let expected = match expected {
+        let mut expected = match expected {
             Some(expected) => expected,
             // It has no volumes.
             None => Expected {
-                id: block_in_place(|| self.free_id(handoff.vmid, left.as_ref()))
+                id: block_in_place(|| self.free_id(handoff.vmid, noted.as_ref()))
                     .map_err(|(error, _)| unsuitable(&error))?,
                 ..Expected::default()
             },
         };
+        let placed = block_in_place(|| self.place_states(&handoff, &mut expected));
+        placed.map_err(|error| unsuitable(&error))?;
         let config = self.config_for(&handoff, &description, &expected);
         let config = config.map_err(|error| unsuitable(&error))?;
         let id = expected.id;
-        let before = match left.filter(|note| note.id == id && note.role == Role::Left) {
-            Some(_) => node::read(&node::config_path(id)).map_err(|error| broken(&error))?,
-            None => None,
-        };
+        let note = self.arriving(&name, &expected);
         let note = Note {
-            id,
-            role: Role::Arrives,
             generation,
             sender: Some(sender),
-            stops: false,
-            before,
-            volumes: expected.places.clone(),
+            ..note.map_err(|error| broken(&error))?
         };
         self.notes
             .write(&name, &note)
             .map_err(|error| broken(&error))?;
-        let launched = self.start(&name, &note, &config, &handoff).await;
+        self.name_volumes(&note.volumes);
+        let new = (&config, &expected);
+        let launched = self.start(&name, &note, new, &handoff).await;
         lock(&self.shared.expected).remove(&name);
         match launched {
             Ok((guest, lease)) => Ok(Launched {
@@ -322,6 +282,34 @@ impl Proxmox {
                 Err(broken(&error))
             }
         }
+    }
+
+    /// Returns the note about an arriving guest. It may be noted already, with volumes that were
+    /// allocated for it.
+    pub(super) fn arriving(&self, name: &str, expected: &Expected) -> io::Result<Note> {
+        let id = expected.id;
+        let noted = self.notes.read(name)?.filter(|note| note.id == id);
+        let before = match &noted {
+            Some(note) if note.role == Role::Arrives => return Ok(note.clone()),
+            Some(note) if note.role == Role::Left => node::read(&node::config_path(id))?,
+            Some(note) if note.role != Role::Here => {
+                return Err(io::Error::other("another move of it is not over"));
+            }
+            Some(_) | None => None,
+        };
+        Ok(Note {
+            id,
+            role: Role::Arrives,
+            generation: 0,
+            sender: None,
+            stops: false,
+            before,
+            began_ns: 0,
+            process: None,
+            volumes: expected.places.clone(),
+            allocated: BTreeSet::new(),
+            states: BTreeSet::new(),
+        })
     }
 
     /// Returns the file of an arriving guest for this host.
@@ -353,6 +341,15 @@ impl Proxmox {
                 config.set(key, &card.with_bridge(self.bridge_for(bridge)));
                 cards += 1;
             }
+            if is_state(key)
+                && let Some(state) = Drive::read(value)
+            {
+                let Some(NewVolume { storage, name, .. }) = expected.states.get(key) else {
+                    return Err(format!("no volume is here for `{key}`"));
+                };
+                config.set(key, &state.with_volume(storage, name));
+                continue;
+            }
             let Some(drive) = Drive::read(value).filter(|_| is_drive(key)) else {
                 continue;
             };
@@ -382,7 +379,7 @@ impl Proxmox {
         &self,
         name: &str,
         note: &Note,
-        config: &GuestConfig,
+        (config, expected): (&GuestConfig, &Expected),
         handoff: &Handoff,
     ) -> Result<(Guest, Lease), String> {
         let id = note.id;
@@ -407,6 +404,10 @@ impl Proxmox {
             let path = node::firewall_path(id);
             write_whole(&path, rules.as_bytes())
                 .map_err(|error| format!("{}: {error}", path.display()))?;
+        }
+        // Its file is here: volumes with this number are its own.
+        for new in expected.states.values() {
+            self.allocate(name, id, new).await?;
         }
         let (number, node) = (id.to_string(), node::name().map_err(text)?);
         // As if it came from this node: its file is here.
@@ -497,6 +498,8 @@ impl Proxmox {
             note.role = Role::Here;
             note.generation = commit.generation;
             note.before = None;
+            // They are the guest's.
+            note.allocated.clear();
         });
         if let Err(error) = noted {
             tracing::error!(guest = name, %error, "cannot note the generation");
@@ -559,22 +562,22 @@ impl Proxmox {
         match &note.before {
             Some(before) => {
                 write_whole(&path, before.as_bytes()).map_err(text)?;
-                self.notes
-                    .change(name, |note| {
-                        note.role = Role::Left;
-                        note.before = None;
-                    })
-                    .map_err(text)?;
             }
             None => {
                 if config.is_some_and(|config| is_it(&config)) {
                     fs::remove_file(&path).map_err(text)?;
                     remove_if_there(&node::firewall_path(note.id))?;
                 }
-                self.forget(name);
             }
         }
         self.config.named.forget_images(note.volumes.keys());
+        if let Err(error) = self.free_volumes(name, &note).await {
+            // Something on this host may be closing them.
+            tracing::info!(guest = name, error, "its volumes are not freed yet");
+            let noted = self.notes.change(name, |note| note.role = Role::Arrives);
+            noted.map_err(text)?;
+            self.free_later(name);
+        }
         Ok(())
     }
 }
@@ -611,9 +614,9 @@ async fn waits(qmp: &Qmp) -> Result<bool, String> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
-    use longhaul_hypervisor::config::{HostConfig, ImageFormat};
+    use longhaul_hypervisor::config::HostConfig;
     use longhaul_protocol::guest::Nic;
 
     const FILE: &str = "\
@@ -625,7 +628,7 @@ scsi1: none,media=cdrom
 unused0: local:100/vm-100-disk-9.raw
 ";
 
-    fn manager(state: &Path) -> Proxmox {
+    pub(in crate::manager) fn manager(state: &Path) -> Proxmox {
         let text = format!(
             "state = {state:?}\n[qemu.emulators]\nq = \"/usr/bin/kvm\"\n[proxmox]\n\
              storages = {{ fast = \"tank\" }}\nbridges = {{ vmbr0 = \"vmbr7\" }}\n"
@@ -680,7 +683,7 @@ unused0: local:100/vm-100-disk-9.raw
                 ),
             ]
             .into(),
-            places: BTreeMap::new(),
+            ..Expected::default()
         }
     }
 
@@ -746,29 +749,5 @@ lock: migrate
             assert_eq!(checks.len(), 1);
             assert_eq!(checks[0].verdict, Verdict::Refused);
         }
-        let volume = VolumeName {
-            storage: "fast".to_owned(),
-            id: 100,
-            drive: "scsi0".to_owned(),
-            format: ImageFormat::Raw,
-        };
-        let vz = folder.path().join("vz");
-        let text = format!("dir: tank\n\tpath {}\n", vz.display());
-        let storages = Storages::read(&text);
-        let images = vz.join("images/101");
-        fs::create_dir_all(&images).unwrap();
-        fs::write(images.join("vm-101-disk-0.qcow2"), "").unwrap();
-        let place = |is_cloud_init| {
-            let none = Expected::default();
-            let wanted = (&volume, 101, is_cloud_init);
-            let (storage, file, _) = manager.place(wanted, &storages, ("one", &none)).unwrap();
-            assert_eq!(storage, "tank");
-            file
-        };
-        assert_eq!(place(false), "101/vm-101-disk-1.raw");
-        assert_eq!(place(true), "101/vm-101-cloudinit.raw");
-        let none = Storages::default();
-        let missing = manager.place((&volume, 101, false), &none, ("one", &expected()));
-        assert!(missing.unwrap_err().1.contains("[proxmox.storages]"));
     }
 }

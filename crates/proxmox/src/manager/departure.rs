@@ -1,8 +1,10 @@
 //! A guest that leaves: locked for the move, and afterwards stopped, or unlocked.
 
-use super::{CHANGE_TIMEOUT, Handoff, Proxmox, RUN_TIMEOUT};
+use super::arrival::text;
+use super::{CHANGE_TIMEOUT, Handoff, Proxmox, RUN_TIMEOUT, lock};
 use crate::accept;
 use crate::config::GuestConfig;
+use crate::device::{Content, Drive, is_state};
 use crate::names::VmId;
 use crate::node;
 use crate::notes::{Note, Role};
@@ -10,20 +12,21 @@ use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::manager::{AbortError, Lease, Stays};
 use longhaul_hypervisor::memory::{self, Continuation, Settings};
 use longhaul_hypervisor::process::Process;
-use std::fmt::Display;
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The lock of a guest that moves.
 pub(super) const LOCK: &str = "migrate";
 
+/// The intervals between attempts to unlock a guest: the first and the longest one.
+const SETTLE_INTERVALS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
+
 /// The end of the name of a file that its guest has left, as of the guest's disks.
 const SET_ASIDE: &str = ".moved";
-
-fn text(error: impl Display) -> String {
-    error.to_string()
-}
 
 impl Proxmox {
     /// Locks a guest, and returns what its destination needs.
@@ -35,6 +38,9 @@ impl Proxmox {
             let file = node::read(&node::config_path(id)).map_err(text)?;
             GuestConfig::read(&file.unwrap_or_default()).map_err(text)
         };
+        // A lock of an earlier departure is not removed meanwhile.
+        let departing = self.departing(name);
+        let departing = departing.lock().await;
         let noted = self.notes.read(name).map_err(text)?;
         // An earlier agent may have locked it and died.
         let is_ours = noted
@@ -53,6 +59,16 @@ impl Proxmox {
             };
             Some((disk.image.clone(), volume))
         });
+        let storages = node::storages().map_err(text)?;
+        let states = config.settings().filter(|(key, _)| is_state(key));
+        let states = states.filter_map(|(_, value)| match Drive::read(value)?.content {
+            // A block device keeps its name.
+            Content::Volume { storage, name } => {
+                let storage = storages.get(storage).filter(|it| it.folder().is_some())?;
+                storage.path(name)
+            }
+            Content::Empty | Content::HostDrive | Content::Path(_) => None,
+        });
         let note = Note {
             id,
             role: Role::Departs,
@@ -60,7 +76,11 @@ impl Proxmox {
             sender: None,
             stops: false,
             before: None,
+            began_ns: now_ns(),
+            process: node::running(id).map_err(text)?.map(|it| it.process),
             volumes: volumes.collect(),
+            allocated: BTreeSet::new(),
+            states: states.collect(),
         };
         self.notes.write(name, &note).map_err(text)?;
         let (number, machine) = (id.to_string(), &guest.description().machine);
@@ -81,28 +101,79 @@ impl Proxmox {
             handoff(id, config, &running, machine)
         };
         let handoff = locked.await;
+        drop(departing);
         if handoff.is_err() {
             // It may be locked.
-            if let Err(error) = self.stay(name, id).await {
+            if let Err(error) = self.stay(name, note.began_ns).await {
                 tracing::error!(guest = name, error, "it stays locked: qm unlock {id}");
             }
         }
         handoff
     }
 
-    /// Unlocks a guest that stays, and forgets that it was to leave.
-    pub(super) async fn stay(&self, name: &str, id: VmId) -> Result<(), String> {
+    fn departing(&self, name: &str) -> Arc<tokio::sync::Mutex<()>> {
+        let mut departing = lock(&self.shared.departing);
+        departing.entry(name.to_owned()).or_default().clone()
+    }
+
+    /// Unlocks a guest that stays, and forgets that it was to leave, unless another departure of it
+    /// has begun.
+    pub(super) async fn stay(&self, name: &str, began_ns: u64) -> Result<(), String> {
+        let departing = self.departing(name);
+        let _departing = departing.lock().await;
+        let note = self.notes.read(name).map_err(text)?;
+        let departs = |note: &Note| note.role == Role::Departs && note.began_ns == began_ns;
+        let Some(note) = note.filter(departs) else {
+            return Ok(());
+        };
         node::present().map_err(text)?;
+        let id = note.id;
         let file = node::read(&node::config_path(id)).map_err(text)?;
         let config = GuestConfig::read(&file.unwrap_or_default()).map_err(text)?;
-        if config.lock() == Some(LOCK) {
+        let running = node::running(id).map_err(text)?;
+        if config.lock() == Some(LOCK) && is_ours(&note, running.as_ref()) {
             let number = id.to_string();
             let arguments = ["unlock", &number];
             let unlocked = node::run("qm", &arguments, CHANGE_TIMEOUT).await;
             unlocked.map_err(text)?;
         }
-        self.forget(name);
-        Ok(())
+        self.notes.forget(name).map_err(text)
+    }
+
+    /// Unlocks a guest that stays and whose move is over, as where its QEMU has ended. Continues
+    /// until that is done.
+    pub(super) fn settle_departure(&self, name: &str) {
+        let note = match self.notes.read(name) {
+            Ok(note) => note.filter(|note| note.role == Role::Departs),
+            Err(error) => {
+                return tracing::error!(guest = name, %error, "the note about it cannot be read");
+            }
+        };
+        let Some(note) = note else {
+            return;
+        };
+        // An agent that restarts unlocks it too.
+        if let Err(error) = self.notes.change(name, |note| note.stops = false) {
+            tracing::error!(guest = name, %error, "cannot note that it stays");
+        }
+        if !lock(&self.shared.settling).insert(name.to_owned()) {
+            return;
+        }
+        let (manager, name) = (self.clone(), name.to_owned());
+        tokio::spawn(async move {
+            let [mut interval, longest] = SETTLE_INTERVALS;
+            while let Err(error) = manager.stay(&name, note.began_ns).await {
+                let id = note.id;
+                tracing::error!(
+                    guest = name,
+                    error,
+                    "it stays locked for now: qm unlock {id}"
+                );
+                tokio::time::sleep(interval).await;
+                interval = (interval * 2).min(longest);
+            }
+            lock(&manager.shared.settling).remove(&name);
+        });
     }
 
     /// Keeps QEMU's settings before the move. Returns the path of the socket for its stream.
@@ -134,7 +205,7 @@ impl Proxmox {
         let file = file.map_err(|error| settings(text(error)))?;
         let restored = Settings::restore_kept(lease.qmp(), &file).await;
         if let Some(note) = departs {
-            let stayed = self.stay(name, note.id).await;
+            let stayed = self.stay(name, note.began_ns).await;
             stayed.map_err(|error| settings(format!("it stays locked: {error}")))?;
         }
         restored.map_err(|error| settings(text(error)))
@@ -148,11 +219,14 @@ impl Proxmox {
         };
         node::present().map_err(text)?;
         self.end_qemu(name, note.id).await?;
-        // Its disks are set aside; so is what Proxmox VE makes for cloud-init.
-        for volume in note.volumes.values().filter(|it| is_cloud_init(&it.path)) {
-            let mut aside = volume.path.clone().into_os_string();
+        // Its disks are set aside; so is what Proxmox VE makes for cloud-init, and the state of
+        // devices.
+        let volumes = note.volumes.values().map(|volume| &volume.path);
+        let volumes = volumes.filter(|path| is_cloud_init(path));
+        for path in volumes.chain(&note.states) {
+            let mut aside = path.clone().into_os_string();
             aside.push(SET_ASIDE);
-            match fs::rename(&volume.path, aside) {
+            match fs::rename(path, aside) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(text(error)),
                 _ => {}
             }
@@ -190,6 +264,19 @@ impl Proxmox {
     }
 }
 
+/// Returns whether a lock `migrate` is that of a departure. A QEMU that was started since was
+/// unlocked by somebody else before, and its lock is that of another operation.
+fn is_ours(note: &Note, running: Option<&node::Running>) -> bool {
+    let departs = note.process.as_ref();
+    running.is_none_or(|running| departs.is_none_or(|process| running.process == *process))
+}
+
+/// Returns the time since the Unix epoch, by which departures of a guest are told apart.
+fn now_ns() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| now.as_nanos() as u64)
+}
+
 /// Returns whether a file is the volume of cloud-init.
 fn is_cloud_init(path: &Path) -> bool {
     let stem = path.file_stem().and_then(|stem| stem.to_str());
@@ -220,4 +307,38 @@ fn handoff(
         },
         firewall: node::read(&node::firewall_path(id)).map_err(text)?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_hypervisor::process::ProcessId;
+
+    #[test]
+    fn a_lock_of_a_later_start_is_left_alone() {
+        let process = ProcessId::of(1).unwrap().unwrap();
+        let running = |start_ticks: u64| node::Running {
+            process: ProcessId {
+                start_ticks,
+                ..process.clone()
+            },
+            words: Vec::new(),
+        };
+        let note = Note {
+            id: 100,
+            role: Role::Departs,
+            generation: 1,
+            sender: None,
+            stops: true,
+            before: None,
+            began_ns: 1,
+            process: Some(process.clone()),
+            volumes: std::collections::BTreeMap::new(),
+            allocated: BTreeSet::new(),
+            states: BTreeSet::new(),
+        };
+        assert!(is_ours(&note, None));
+        assert!(is_ours(&note, Some(&running(process.start_ticks))));
+        assert!(!is_ours(&note, Some(&running(process.start_ticks + 1))));
+    }
 }

@@ -130,6 +130,7 @@ pub(crate) async fn prepare(
             // Before the record that nothing remains.
             companions.ended().await;
             abort(&mut companions, journal, &offer, &refusal, reservation).await;
+            context.parts.guests.free(&offer.guest.name).await;
             return Err(Refused { refusal, bulk });
         }
     };
