@@ -25,7 +25,7 @@ use longhaul_hypervisor::manager::{
     IncomingGuest, LaunchIncomingError, Launched, Lease, ManagerError, Owner, Stays,
 };
 use longhaul_hypervisor::starter::Starter;
-use longhaul_protocol::guest::{Disk, GuestDescription, Manager, Nic};
+use longhaul_protocol::guest::{Disk, GuestDescription, Managed, Manager, Nic};
 use longhaul_protocol::message::Check;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt::Display;
@@ -528,6 +528,15 @@ impl GuestManager for Proxmox {
 
     fn expect(&self, guest: &GuestDescription) -> Vec<Check> {
         self.expect_guest(guest)
+    }
+
+    fn outlook(&self, guest: &Guest) -> io::Result<Cookie> {
+        let handoff = self.outlook_of(guest).map_err(io::Error::other)?;
+        Ok(handoff.pack())
+    }
+
+    fn obstacles(&self, guest: &GuestDescription, outlook: &Managed) -> Vec<Check> {
+        self.obstacle(guest, &outlook.cookie).into_iter().collect()
     }
 
     fn allocate<'a>(

@@ -115,6 +115,18 @@ fn firmware_and_tpm_move(version: Version, format: Option<&str>) {
         "its TPM has no state"
     );
     let config = stage.config(0, ID);
+    // A plan says that there is no place for them.
+    let storages = stage.nodes[1].read("storage.cfg").unwrap();
+    let named = format!(": {}\n", format.map_or("local-lvm", |_| STORAGES[1][1]));
+    let (before, after) = storages.split_once(&named).unwrap();
+    let after = after.replacen("content images,", "content ", 1);
+    let without = format!("{before}{named}{after}");
+    stage.nodes[1].write("storage.cfg", &without).unwrap();
+    let plan = stage.said(&product, 0, &["plan", GUEST, "--to", "paris"]);
+    for words in ["Proxmox VE cannot take web", "not for disk images"] {
+        assert!(plan.contains(words), "{plan}");
+    }
+    stage.nodes[1].write("storage.cfg", &storages).unwrap();
     // What was allocated for a guest that does not come is freed.
     for fails in ["qm start", "pvesm alloc", "the agent"] {
         eprintln!("{fails}");

@@ -213,6 +213,52 @@ impl Proxmox {
         next.ok_or_else(|| failed(&format!("pvesh says {said:?}")))
     }
 
+    /// Finds places for all that an arriving guest brings, and makes its file this host's.
+    fn accept(
+        &self,
+        guest: &GuestDescription,
+        handoff: &Handoff,
+    ) -> Result<(Expected, GuestConfig), LaunchIncomingError> {
+        let unsuitable = |error: &dyn Display| LaunchIncomingError::Unsuitable(error.to_string());
+        let broken = |error: &dyn Display| LaunchIncomingError::Failed(error.to_string());
+        let name = &guest.name;
+        if !node::is_there() {
+            return Err(unsuitable(&"this host is no node of Proxmox VE"));
+        }
+        let same = block_in_place(|| is_of_this_cluster(handoff.vmid, name));
+        if same.map_err(|error| broken(&error))? {
+            return Err(unsuitable(&SAME_CLUSTER));
+        }
+        let noted = self.notes.read(name).map_err(|error| broken(&error))?;
+        let expected = lock(&self.shared.expected).get(name).cloned();
+        let mut expected = match expected {
+            Some(expected) => expected,
+            // It has no volumes.
+            None => Expected {
+                id: block_in_place(|| self.free_id(handoff.vmid, noted.as_ref()))
+                    .map_err(|(error, _)| unsuitable(&error))?,
+                ..Expected::default()
+            },
+        };
+        let placed = block_in_place(|| self.place_states(handoff, &mut expected));
+        placed.map_err(|error| unsuitable(&error))?;
+        let config = self.config_for(handoff, guest, &expected);
+        Ok((expected, config.map_err(|error| unsuitable(&error))?))
+    }
+
+    /// Returns what keeps a guest from coming here.
+    pub(super) fn obstacle(&self, guest: &GuestDescription, outlook: &[u8]) -> Option<Check> {
+        let found = match Handoff::unpack(outlook) {
+            Ok(handoff) => self.accept(guest, &handoff).err()?.to_string(),
+            Err(error) => error.to_string(),
+        };
+        Some(Check {
+            verdict: Verdict::Refused,
+            text: format!("Proxmox VE cannot take {}: {found}", guest.name),
+            hint: None,
+        })
+    }
+
     pub(super) async fn launch(
         self,
         incoming: IncomingGuest,
@@ -229,30 +275,9 @@ impl Proxmox {
         let Some(Managed { cookie, .. }) = managed else {
             return Err(unsuitable(&"it is no guest of Proxmox VE"));
         };
-        if !node::is_there() {
-            return Err(unsuitable(&"this host is no node of Proxmox VE"));
-        }
         let handoff = Handoff::unpack(&cookie).map_err(|error| unsuitable(&error))?;
         let name = description.name.clone();
-        let same = block_in_place(|| is_of_this_cluster(handoff.vmid, &name));
-        if same.map_err(|error| broken(&error))? {
-            return Err(unsuitable(&SAME_CLUSTER));
-        }
-        let noted = self.notes.read(&name).map_err(|error| broken(&error))?;
-        let expected = lock(&self.shared.expected).get(&name).cloned();
-        let mut expected = match expected {
-            Some(expected) => expected,
-            // It has no volumes.
-            None => Expected {
-                id: block_in_place(|| self.free_id(handoff.vmid, noted.as_ref()))
-                    .map_err(|(error, _)| unsuitable(&error))?,
-                ..Expected::default()
-            },
-        };
-        let placed = block_in_place(|| self.place_states(&handoff, &mut expected));
-        placed.map_err(|error| unsuitable(&error))?;
-        let config = self.config_for(&handoff, &description, &expected);
-        let config = config.map_err(|error| unsuitable(&error))?;
+        let (expected, config) = self.accept(&description, &handoff)?;
         let id = expected.id;
         let note = self.arriving(&name, &expected);
         let note = Note {

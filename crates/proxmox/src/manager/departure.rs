@@ -29,6 +29,17 @@ const SETTLE_INTERVALS: [Duration; 2] = [Duration::from_secs(1), Duration::from_
 const SET_ASIDE: &str = ".moved";
 
 impl Proxmox {
+    /// Returns what a destination needs for its checks.
+    pub(super) fn outlook_of(&self, guest: &Guest) -> Result<Handoff, String> {
+        let id = self.id_of(guest.name()).map_err(text)?;
+        let id = id.ok_or("Proxmox VE does not have it any more")?;
+        let file = node::read(&node::config_path(id)).map_err(text)?;
+        let config = GuestConfig::read(&file.unwrap_or_default()).map_err(text)?;
+        let running = node::running(id).map_err(text)?;
+        let running = running.ok_or("its QEMU has ended")?;
+        handoff(id, config, &running, &guest.description().machine)
+    }
+
     /// Locks a guest, and returns what its destination needs.
     pub(super) async fn begin_departure(&self, guest: &Guest) -> Result<Handoff, String> {
         let name = guest.name();
