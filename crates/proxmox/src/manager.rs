@@ -61,6 +61,8 @@ struct Shared {
     relays: Mutex<HashMap<String, Weak<Relay>>>,
     /// Where guests would arrive, by their names.
     expected: Mutex<HashMap<String, arrival::Expected>>,
+    /// The guests that did not come, and whose volumes could not be freed at once.
+    freeing: Mutex<HashSet<String>>,
     /// Guests that are being unlocked, by their names.
     staying: Mutex<HashSet<String>>,
     /// Guests whose departure begins or ends, by their names.

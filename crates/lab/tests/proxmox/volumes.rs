@@ -92,7 +92,6 @@ fn a_disk_on_lvm_moves_there_and_back() {
     grown.set_len(28 << 20).unwrap();
     stage.start_guest();
     let plan = stage.said(&product, 0, &["plan", GUEST, "--to", "paris"]);
-    eprintln!("{plan}");
     assert!(
         plan.contains("allocates a volume for disk virtio0"),
         "{plan}"
@@ -139,6 +138,26 @@ fn a_disk_on_lvm_moves_there_and_back() {
         assert!(freed, "{fails}: {:?}\n{logs}", stage.logical_volumes(1));
         stage.verify();
     }
+    // While those of an earlier attempt cannot be freed, none begins.
+    for fails in ["qm-start", "pvesm-free"] {
+        let file = format!("fail-{fails}");
+        stage.nodes[1].write(&file, "it is a test").unwrap();
+    }
+    for expected in ["it is a test", "are not freed here yet"] {
+        let moving = product.migrate(0, GUEST, host_of(&stage, 1), &[]).unwrap();
+        let why = moving.finish(LIMIT).unwrap().why();
+        assert!(why.contains(expected), "{why}\n{}", product.ends_of_logs());
+        let as_before = wait_until(LIMIT, || stage.config(0, ID) == config);
+        assert!(as_before, "{}", product.ends_of_logs());
+        stage.nodes[1].remove("fail-qm-start").unwrap_or_default();
+    }
+    assert_eq!(stage.logical_volumes(1), ["vm-100-disk-0", "vm-100-disk-1"]);
+    stage.nodes[1].remove("fail-pvesm-free").unwrap();
+    let freed = wait_until(LIMIT, || {
+        let plan = stage.said(&product, 0, &["plan", GUEST, "--to", "paris"]);
+        stage.logical_volumes(1).is_empty() && plan.contains("To go:")
+    });
+    assert!(freed, "{}", product.ends_of_logs());
     // What is at the source is not freed, so it gets another volume when it comes back.
     let volumes = ["vm-100-disk-0", "vm-100-disk-0", "vm-100-disk-1"];
     for (at, [from, to]) in [[0, 1], [1, 0]].into_iter().enumerate() {

@@ -132,6 +132,12 @@ impl Proxmox {
                 "choose a destination with Proxmox VE".to_owned(),
             ));
         }
+        if lock(&self.shared.freeing).contains(&guest.name) {
+            return Err((
+                "volumes of an earlier attempt are not freed here yet".to_owned(),
+                "try again; why they are in use is in the agent's log there".to_owned(),
+            ));
+        }
         let note = self.notes.read(&guest.name).map_err(failed)?;
         let is_here = match &note {
             Some(note) if note.role == Role::Here => node::running(note.id).map_err(failed)?,

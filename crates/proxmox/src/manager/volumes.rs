@@ -284,28 +284,36 @@ impl Proxmox {
         }
     }
 
-    /// Frees what could not be freed at once. Continues until that is done.
+    /// Frees what could not be freed at once. Continues until that is done. Meanwhile no other
+    /// attempt brings the guest here.
     pub(super) fn free_later(&self, guest: &str) {
+        if !lock(&self.shared.freeing).insert(guest.to_owned()) {
+            return;
+        }
         let (manager, guest) = (self.clone(), guest.to_owned());
         tokio::spawn(async move {
-            let [mut interval, longest] = FREE_INTERVALS;
-            loop {
-                tokio::time::sleep(interval).await;
-                interval = (interval * 2).min(longest);
-                let note = match manager.notes.read(&guest) {
-                    Ok(note) => note.filter(|note| note.role == Role::Arrives),
-                    Err(error) => return tracing::error!(guest, %error, "its note"),
-                };
-                let Some(note) = note.filter(|note| matches!(node::running(note.id), Ok(None)))
-                else {
-                    return;
-                };
-                match manager.free_volumes(&guest, &note).await {
-                    Ok(()) => return,
-                    Err(error) => tracing::warn!(guest, error, "its volumes are not freed yet"),
-                }
-            }
+            manager.free_again(&guest).await;
+            lock(&manager.shared.freeing).remove(&guest);
         });
+    }
+
+    async fn free_again(&self, guest: &str) {
+        let [mut interval, longest] = FREE_INTERVALS;
+        loop {
+            tokio::time::sleep(interval).await;
+            interval = (interval * 2).min(longest);
+            let note = match self.notes.read(guest) {
+                Ok(note) => note.filter(|note| note.role == Role::Arrives),
+                Err(error) => return tracing::error!(guest, %error, "its note"),
+            };
+            let Some(note) = note.filter(|note| matches!(node::running(note.id), Ok(None))) else {
+                return;
+            };
+            match self.free_volumes(guest, &note).await {
+                Ok(()) => return,
+                Err(error) => tracing::warn!(guest, error, "its volumes are not freed yet"),
+            }
+        }
     }
 
     async fn free_all(&self, guest: &str, note: &Note) -> Result<(), String> {
