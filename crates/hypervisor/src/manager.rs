@@ -355,7 +355,8 @@ impl SocketPlace {
         }
         let is = fs::symlink_metadata(&self.folder)?;
         if !is.is_dir() || is.uid() != nix::unistd::geteuid().as_raw() || is.mode() & 0o022 != 0 {
-            let text = "others could change it: remove it";
+            let folder = self.folder.display();
+            let text = format!("others can change the folder {folder}: remove it");
             return Err(io::Error::other(text));
         }
         match is.mode() & 0o111 == 0o111 {

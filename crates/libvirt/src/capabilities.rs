@@ -2,6 +2,7 @@
 
 use crate::connection::{Connection, LibvirtError, Procedure};
 use crate::xdr::Writer;
+use crate::xml::child;
 use roxmltree::{Document, Node};
 
 const CONNECT_GET_CAPABILITIES: Procedure = Procedure::remote(7, "CONNECT_GET_CAPABILITIES");
@@ -60,10 +61,6 @@ impl Connection {
             emulates_tpms: emulates_tpms(&capabilities),
         })
     }
-}
-
-fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
-    node.children().find(|child| child.has_tag_name(name))
 }
 
 /// Reads the account in a document of libvirt's capabilities: the base label of its security model

@@ -234,7 +234,10 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
     stage.daemons[1].hide(&qemu, true).unwrap();
     let without = plan(&product);
     assert!(without.contains("libvirt cannot take web"), "{without}");
-    assert!(without.contains("install the same QEMU"), "{without}");
+    assert!(
+        without.contains("needs this emulator at this path"),
+        "{without}"
+    );
     stage.daemons[1].hide(&qemu, false).unwrap();
     stage.daemons[1].kill().unwrap();
     let without = plan(&product);

@@ -119,7 +119,7 @@ impl Libvirt {
         let can = match connection.domain_capabilities(&with) {
             Ok(can) => can,
             Err(error) => {
-                let hint = "install the same QEMU at the same path there";
+                let hint = "the destination needs this emulator at this path";
                 return Some(refused(cannot(&error.to_string()), Some(hint)));
             }
         };
