@@ -268,6 +268,14 @@ impl Arena {
         state.beats.extend(last);
     }
 
+    /// Forgets the guest, which has ended: heartbeats of its next boot count from one.
+    pub fn forget_boot(&self) {
+        let mut state = self.shared.state();
+        state.beats.clear();
+        state.faults.clear();
+        state.current = None;
+    }
+
     /// Returns the sockets with a heartbeat since then: more than one means two copies of a guest.
     pub fn heard_since(&self, since: Instant) -> Vec<PathBuf> {
         let state = self.shared.state();

@@ -131,7 +131,6 @@ impl Script {
             Monitor::connect(&folder.join("qmp.sock")).ask("quit");
             assert!(wait_until(LIMIT, || stage.qemus(0, name).is_empty()));
         };
-        boot(&guest.arena, start, end);
         let workload = Workload {
             content: "mix".to_owned(),
             arena_bytes: 16 << 20,
@@ -142,7 +141,7 @@ impl Script {
             verify_pages_per_s: 50,
             seed: 7,
         };
-        guest.arena.start(&workload, LIMIT).unwrap();
+        boot(&mut guest.arena, &workload, start, end);
         Self { guest, folder }
     }
 

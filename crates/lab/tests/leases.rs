@@ -207,7 +207,6 @@ fn a_source_takes_its_guest_back_through_the_arbiter_when_the_destination_is_los
         started.unwrap();
     };
     let end = || world.product.stop_guest(0, GUEST).unwrap();
-    boot(&arena, start, end);
     let workload = Workload {
         content: "mix".to_owned(),
         arena_bytes: 8 << 20,
@@ -218,7 +217,7 @@ fn a_source_takes_its_guest_back_through_the_arbiter_when_the_destination_is_los
         verify_pages_per_s: 50,
         seed: 7,
     };
-    arena.start(&workload, LIMIT).unwrap();
+    boot(&mut arena, &workload, start, end);
 
     // The destination's host is lost when COMMIT arrives: its agent, and its QEMU.
     world.restart_destination(Some("destination:after-receipt:commit=kill"));

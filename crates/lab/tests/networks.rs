@@ -107,7 +107,7 @@ impl World {
 
     /// Boots a guest on the first host. Its arena is heard on the first two.
     fn boot(&self, guest: &Tiny) -> Arena {
-        let arena = Arena::new();
+        let mut arena = Arena::new();
         for host in 0..2 {
             let host = self.lab.host(host).unwrap();
             let socket = channel_socket(host, &guest.name, CHANNEL_NAME);
@@ -119,7 +119,17 @@ impl World {
             started.unwrap();
         };
         let end = || self.product.stop_guest(0, &guest.name).unwrap();
-        boot(&arena, start, end);
+        let workload = Workload {
+            content: "mix".to_owned(),
+            arena_bytes: 32 << 20,
+            working_set_bytes: 4 << 20,
+            pages_per_s: 200,
+            write_bytes: 512,
+            writers: 1,
+            verify_pages_per_s: 100,
+            seed: 7,
+        };
+        boot(&mut arena, &workload, start, end);
         arena
     }
 
@@ -168,19 +178,7 @@ fn a_guest_moves_between_hosts_behind_nats_and_its_connections_go_on() {
 
     let mut guest = tiny("served", Chipset::Q35, QEMU, 1);
     guest.serves_clients = true;
-    let arena = world.boot(&guest);
-    let workload = Workload {
-        content: "mix".to_owned(),
-        arena_bytes: 32 << 20,
-        working_set_bytes: 4 << 20,
-        pages_per_s: 200,
-        write_bytes: 512,
-        writers: 1,
-        verify_pages_per_s: 100,
-        seed: 7,
-    };
-    let mut arena = arena;
-    arena.start(&workload, LIMIT).unwrap();
+    let mut arena = world.boot(&guest);
 
     for from in 0..2 {
         let loops: [Loop; 2] = [download, session];

@@ -11,7 +11,7 @@ pub(crate) mod monitor;
 
 use longhaul_api::GuestState;
 use longhaul_lab::agent::both_links;
-use longhaul_lab::arena::{Arena, Workload};
+use longhaul_lab::arena::{Arena, ArenaError, Workload};
 use longhaul_lab::guest::{CHANNEL_NAME, Chipset, KernelFiles, Tiny};
 use longhaul_lab::installed;
 use longhaul_lab::lab::{Lab, Plan};
@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 /// Linux with two processors sometimes loses a timer during a boot under TCG, and waits for it
 /// forever: one of sixty boots by QEMU 10.0, without any involvement of Longhaul. Such a guest is
-/// restarted after this time.
+/// restarted after this time without a heartbeat, or where it has one and never starts its workload.
 const BOOT_LIMIT: Duration = Duration::from_secs(100);
 const BOOTS: usize = 4;
 /// Filling more takes minutes without KVM.
@@ -130,8 +130,7 @@ impl Stage {
                 eprintln!("{error}");
             }
         };
-        boot(&running.arena, start, end);
-        running.arena.start(workload, LIMIT).unwrap();
+        boot(&mut running.arena, workload, start, end);
         running
     }
 
@@ -205,19 +204,22 @@ pub(crate) fn workload(tiny: &Tiny, pages_per_s: u64) -> Workload {
     }
 }
 
-/// Starts a guest repeatedly until it has booted.
-pub(crate) fn boot(arena: &Arena, start: impl Fn(), end: impl Fn()) {
-    for again in 0..BOOTS {
-        if again > 0 {
-            eprintln!(
-                "a guest said nothing for {BOOT_LIMIT:?} after it was started: it is started again"
-            );
-            end();
-        }
+/// Starts a guest repeatedly until it has booted and runs this workload.
+pub(crate) fn boot(arena: &mut Arena, workload: &Workload, start: impl Fn(), end: impl Fn()) {
+    for _ in 0..BOOTS {
         start();
-        if arena.wait_for_beat(BOOT_LIMIT).is_ok() {
-            return;
+        let heard = arena.wait_for_beat(BOOT_LIMIT);
+        match heard.and_then(|_| arena.start(workload, LIMIT)) {
+            Ok(_) => return,
+            Err(error @ ArenaError::TimedOut { .. }) => {
+                let last = arena.last_beat();
+                let last = last.map(|beat| (beat.number, beat.at.elapsed()));
+                eprintln!("{error} after its boot, last heartbeat {last:?}: it is started again");
+            }
+            Err(error) => panic!("{error}"),
         }
+        end();
+        arena.forget_boot();
     }
     panic!("a guest did not boot, {BOOTS} times");
 }
