@@ -26,7 +26,7 @@ use std::path::Path;
 use std::sync::Arc;
 use tokio::sync::Mutex;
 
-pub use following::{USERFAULTFD_HINT, has_huge_pages};
+pub use following::{QemuAccount, USERFAULTFD_HINT, has_huge_pages};
 
 /// The executor of a guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

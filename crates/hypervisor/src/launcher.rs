@@ -7,7 +7,7 @@ use crate::guest::{self, RecordedGuest, StopError};
 use crate::launch::{Launch, Role};
 use crate::manager::{
     AbortError, Commit, CommitError, Cookie, Departure, Found, Guest, GuestManager, IncomingGuest,
-    LaunchIncomingError, Launched, Lease, ManagerError, Stays,
+    IncomingSocket, LaunchIncomingError, Launched, Lease, ManagerError, Stays,
 };
 use crate::memory::{self, Continuation, Settings};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
@@ -241,9 +241,9 @@ impl GuestManager for Launcher {
         async move { launching.await.map_err(broke)? }.boxed()
     }
 
-    fn incoming_socket(&self, guest: &Guest) -> io::Result<PathBuf> {
+    fn incoming_socket(&self, guest: &Guest) -> io::Result<IncomingSocket> {
         let socket = self.folder(guest)?.socket("incoming");
-        socket.map_err(io::Error::other)
+        socket.map(IncomingSocket::from).map_err(io::Error::other)
     }
 
     fn commit<'a>(

@@ -81,8 +81,14 @@ pub trait GuestManager: Send + Sync {
     }
 
     /// Returns what keeps a guest of this manager from coming here, by the outlook that its manager
-    /// at the source has. It comes from another host. Changes nothing.
-    fn obstacles(&self, _guest: &GuestDescription, _outlook: &Managed) -> Vec<Check> {
+    /// at the source has. It comes from another host. `follows` is whether some of its memory may
+    /// follow it. Changes nothing.
+    fn obstacles(
+        &self,
+        _guest: &GuestDescription,
+        _outlook: &Managed,
+        _follows: bool,
+    ) -> Vec<Check> {
         Vec::new()
     }
 
@@ -115,9 +121,9 @@ pub trait GuestManager: Send + Sync {
         incoming: IncomingGuest,
     ) -> BoxFuture<'_, Result<Launched, LaunchIncomingError>>;
 
-    /// Returns the path of the socket on which the QEMU of an arriving guest takes its stream, also
-    /// after a restart of the agent.
-    fn incoming_socket(&self, guest: &Guest) -> io::Result<PathBuf>;
+    /// Returns the socket on which the QEMU of an arriving guest takes its stream, also after a
+    /// restart of the agent.
+    fn incoming_socket(&self, guest: &Guest) -> io::Result<IncomingSocket>;
 
     /// Gives an arrived guest to this host by the manager's own durable record, and lets it run.
     ///
@@ -544,6 +550,25 @@ pub struct Launched {
     pub cookie: Cookie,
 }
 
+/// The socket on which a QEMU listens for its migration stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IncomingSocket {
+    /// Its path for this process.
+    pub ours: PathBuf,
+    /// Its path for QEMU, which may have mounts of its own.
+    pub theirs: PathBuf,
+}
+
+impl From<PathBuf> for IncomingSocket {
+    /// A socket that has the same path for both.
+    fn from(path: PathBuf) -> Self {
+        Self {
+            ours: path.clone(),
+            theirs: path,
+        }
+    }
+}
+
 /// The terms on which an arrived guest becomes this host's.
 #[derive(Debug, Clone)]
 pub struct Commit {
@@ -551,6 +576,8 @@ pub struct Commit {
     pub generation: u64,
     /// Whether it runs; a guest that was paused at its source stays paused.
     pub runs: bool,
+    /// Whether some of its memory follows.
+    pub follows: bool,
     /// What its manager at the source has for the one here.
     pub cookie: Cookie,
 }

@@ -4,7 +4,7 @@ use crate::guest::StopError;
 use crate::launcher::Launcher;
 use crate::manager::{
     AbortError, Commit, CommitError, Cookie, Departure, Found, Guest, GuestManager, IncomingGuest,
-    LaunchIncomingError, Launched, Lease, ManagerError, Stays,
+    IncomingSocket, LaunchIncomingError, Launched, Lease, ManagerError, Stays,
 };
 use crate::starter::Starter;
 use futures_util::FutureExt;
@@ -13,7 +13,6 @@ use longhaul_protocol::guest::{GuestDescription, Managed, Manager};
 use longhaul_protocol::message::{Check, Verdict};
 use std::collections::BTreeSet;
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -102,9 +101,9 @@ impl GuestManager for Managers {
         self.of(guest).outlook(guest)
     }
 
-    fn obstacles(&self, guest: &GuestDescription, outlook: &Managed) -> Vec<Check> {
+    fn obstacles(&self, guest: &GuestDescription, outlook: &Managed, follows: bool) -> Vec<Check> {
         match self.by(Some(outlook.by)) {
-            Some(manager) => manager.obstacles(guest, outlook),
+            Some(manager) => manager.obstacles(guest, outlook, follows),
             None => vec![Check {
                 verdict: Verdict::Refused,
                 text: not_here(outlook.by),
@@ -156,7 +155,7 @@ impl GuestManager for Managers {
         }
     }
 
-    fn incoming_socket(&self, guest: &Guest) -> io::Result<PathBuf> {
+    fn incoming_socket(&self, guest: &Guest) -> io::Result<IncomingSocket> {
         self.of(guest).incoming_socket(guest)
     }
 

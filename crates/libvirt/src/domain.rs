@@ -106,6 +106,8 @@ impl Xml {
 pub enum DomainState {
     /// It runs.
     Running,
+    /// It runs, and its memory follows by post-copy.
+    Postcopy,
     /// It is paused, for this reason.
     Paused(PausedFor),
     /// It is being shut down.
@@ -141,6 +143,7 @@ pub enum PausedFor {
 
 fn state(state: u32, reason: u32) -> DomainState {
     match state {
+        1 if [10, 11].contains(&reason) => DomainState::Postcopy,
         // 2 is a domain that waits for something, which no QEMU is.
         1 | 2 => DomainState::Running,
         3 => DomainState::Paused(match reason {

@@ -2,6 +2,7 @@
 //! call, each at its own daemon.
 
 mod arrival;
+mod commit;
 mod ends;
 mod handoff;
 mod perform;
@@ -21,7 +22,8 @@ use longhaul_hypervisor::description;
 use longhaul_hypervisor::guest::StopError;
 use longhaul_hypervisor::manager::{
     AbortError, Commit, CommitError, Cookie, Departure, Facts, Found, Guest, GuestManager,
-    IncomingGuest, LaunchIncomingError, Launched, Lease, ManagerError, Owner, Stays,
+    IncomingGuest, IncomingSocket, LaunchIncomingError, Launched, Lease, ManagerError, Owner,
+    Stays,
 };
 use longhaul_hypervisor::process::ProcessId;
 use longhaul_hypervisor::qmp::Qmp;
@@ -206,23 +208,28 @@ impl Libvirt {
             let Some(connection) = manager.connect()? else {
                 return Ok(None);
             };
-            let domain = connection.domain(&called)?;
-            Ok(domain.map(|domain| (connection, domain)))
+            let Some(domain) = connection.domain(&called)? else {
+                return Ok(None);
+            };
+            let state = connection.state(&domain)?;
+            Ok(Some((connection, domain, state)))
         });
-        let Some((connection, domain)) = opened.await.map_err(failed)? else {
+        let Some((connection, domain, state)) = opened.await.map_err(failed)? else {
             return Err(failed(format!("libvirt has no domain {name}")));
         };
-        self.lease_over(&connection, &domain, within).await
-    }
-
-    async fn lease_over(
-        &self,
-        connection: &Connection,
-        domain: &Domain,
-        within: Duration,
-    ) -> Result<Lease, ManagerError> {
-        let qmp = monitor::open(connection, domain, within).await;
-        Ok(self.lease_holding(connection, &domain.name, qmp.map_err(failed)?))
+        let qmp = match state {
+            // libvirt passes nothing on until all of its memory is there.
+            DomainState::Postcopy => {
+                let sockets = sockets::made_by_qemu(&sockets::ours(&connection, name));
+                let qmp = Qmp::connect(&sockets.ours(MONITOR), within).await;
+                qmp.map_err(failed)?
+            }
+            _ => {
+                let qmp = monitor::open(&connection, &domain, within).await;
+                qmp.map_err(failed)?
+            }
+        };
+        Ok(self.lease_holding(&connection, name, qmp))
     }
 
     fn lease_holding(&self, connection: &Connection, name: &str, qmp: Qmp) -> Lease {
@@ -414,8 +421,8 @@ impl GuestManager for Libvirt {
         Ok(handoff.pack())
     }
 
-    fn obstacles(&self, guest: &GuestDescription, outlook: &Managed) -> Vec<Check> {
-        let found = Self::obstacles(self, guest, &outlook.cookie);
+    fn obstacles(&self, guest: &GuestDescription, outlook: &Managed, follows: bool) -> Vec<Check> {
+        let found = Self::obstacles(self, guest, &outlook.cookie, follows);
         found.into_iter().collect()
     }
 
@@ -429,10 +436,13 @@ impl GuestManager for Libvirt {
         async move { launching.await.map_err(broke)? }.boxed()
     }
 
-    fn incoming_socket(&self, guest: &Guest) -> io::Result<PathBuf> {
+    fn incoming_socket(&self, guest: &Guest) -> io::Result<IncomingSocket> {
         let place = guest.sockets().map(sockets::made_by_qemu);
         let place = place.ok_or_else(|| io::Error::other("it is no guest of libvirt"))?;
-        Ok(place.ours(STREAM))
+        Ok(IncomingSocket {
+            ours: place.ours(STREAM),
+            theirs: place.theirs(STREAM),
+        })
     }
 
     fn commit<'a>(
@@ -441,59 +451,7 @@ impl GuestManager for Libvirt {
         lease: Option<&'a Lease>,
         commit: Commit,
     ) -> BoxFuture<'a, Result<(), CommitError>> {
-        async move {
-            let name = guest.name().to_owned();
-            let connection = lease.and_then(|_| self.of_lease(&name));
-            let called = name.clone();
-            let manager = self.clone();
-            let monitor = lease.map(|lease| (lease.qmp().clone(), lease.qmp().events()));
-            let Commit {
-                generation,
-                runs,
-                cookie: Cookie(cookie),
-            } = commit;
-            let committed = spawn_blocking(move || match connection {
-                Some(connection) => manager.finish(&connection, &called, cookie, runs),
-                None => {
-                    let found = manager.run_found(&called, runs);
-                    found.map_err(|error| CommitError::Unknown(error.to_string()))
-                }
-            });
-            let broke = |error| CommitError::Unknown(format!("a part of the agent broke: {error}"));
-            let committed = match (committed.await.map_err(broke)?, monitor) {
-                (Err(CommitError::Unknown(why)), Some((qmp, events))) => {
-                    let became = self.what_became(&name, (qmp.clone(), events), (why, runs));
-                    became.await.map_err(|error| (error, qmp.is_closed()))
-                }
-                (committed, _) => committed.map_err(|error| (error, false)),
-            };
-            // What fails from here on is not a part of the move.
-            let is_here = || {
-                let noted = self.notes.change(&name, |note| {
-                    note.role = Role::Here;
-                    note.generation = generation;
-                });
-                if let Err(error) = noted {
-                    tracing::error!(guest = name, %error, "cannot note the generation");
-                }
-            };
-            match committed {
-                Ok(()) => is_here(),
-                // It has run, and its QEMU has ended: from here it can be started again.
-                Err((error @ CommitError::Unknown(_), true)) => {
-                    is_here();
-                    self.settle_one(&name);
-                    return Err(error);
-                }
-                Err((error, _)) => return Err(error),
-            }
-            if let Err(error) = self.define(&name).await {
-                tracing::error!(guest = name, error, "it runs, and is not defined yet");
-                self.settle_one(&name);
-            }
-            Ok(())
-        }
-        .boxed()
+        async move { self.commit_guest(guest.name(), lease, commit).await }.boxed()
     }
 
     fn has_never_run(&self, guest: &str) -> io::Result<bool> {

@@ -54,11 +54,17 @@ impl Flags {
 
     /// The guest stays paused at the destination.
     pub const PAUSED: Self = Self(1 << 5);
+    /// The guest runs at the destination before all of its memory has arrived.
+    pub const POSTCOPY: Self = Self(1 << 15);
 
     /// Returns both.
     #[must_use]
     pub const fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)
+    }
+
+    const fn has(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
     }
 }
 
@@ -180,7 +186,8 @@ impl Connection {
         self.ask_within(procedure, arguments, PERFORM_TIMEOUT, cookie)
     }
 
-    /// Ends a migration at its destination: the guest runs there from now on. Returns the domain.
+    /// Ends a migration at its destination: the guest runs there from now on. Returns the domain,
+    /// by post-copy when all of its memory has arrived.
     ///
     /// # Errors
     /// When it does not run. Only libvirt knows whether it has run.
@@ -218,7 +225,11 @@ impl Connection {
         arguments.opaque(&performed.0).u32(flags.0);
         arguments.u32(outcome.cancelled());
         let procedure = DOMAIN_MIGRATE_FINISH3_PARAMS;
-        self.ask_within(procedure, arguments, LAUNCH_TIMEOUT, |it| {
+        let timeout = match flags.has(Flags::POSTCOPY) {
+            true => PERFORM_TIMEOUT,
+            false => LAUNCH_TIMEOUT,
+        };
+        self.ask_within(procedure, arguments, timeout, |it| {
             Ok((Domain::read(it)?, cookie(it)?))
         })
     }

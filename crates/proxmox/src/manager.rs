@@ -22,7 +22,8 @@ use longhaul_hypervisor::description;
 use longhaul_hypervisor::guest::StopError;
 use longhaul_hypervisor::manager::{
     AbortError, Commit, CommitError, Cookie, Departure, Facts, Found, Guest, GuestManager,
-    IncomingGuest, LaunchIncomingError, Launched, Lease, ManagerError, Owner, Stays,
+    IncomingGuest, IncomingSocket, LaunchIncomingError, Launched, Lease, ManagerError, Owner,
+    Stays,
 };
 use longhaul_hypervisor::starter::Starter;
 use longhaul_protocol::guest::{Disk, GuestDescription, Managed, Manager, Nic};
@@ -537,7 +538,7 @@ impl GuestManager for Proxmox {
         Ok(handoff.pack())
     }
 
-    fn obstacles(&self, guest: &GuestDescription, outlook: &Managed) -> Vec<Check> {
+    fn obstacles(&self, guest: &GuestDescription, outlook: &Managed, _: bool) -> Vec<Check> {
         self.obstacle(guest, &outlook.cookie).into_iter().collect()
     }
 
@@ -573,10 +574,10 @@ impl GuestManager for Proxmox {
         async move { launching.await.map_err(broke)? }.boxed()
     }
 
-    fn incoming_socket(&self, guest: &Guest) -> io::Result<PathBuf> {
+    fn incoming_socket(&self, guest: &Guest) -> io::Result<IncomingSocket> {
         let id = self.id_of(guest.name())?;
         let id = id.ok_or_else(|| io::Error::other("Proxmox VE does not have it any more"))?;
-        Ok(node::incoming(id))
+        Ok(node::incoming(id).into())
     }
 
     fn commit<'a>(

@@ -252,13 +252,14 @@ impl Arriving {
     }
 
     /// Goes on with a QEMU whose post-copy is paused because its page server ended, or breaks now:
-    /// lets it listen at `path` again, and hands the new socket to another server. `missing` are
-    /// the pages that were missing when the guest was loaded; QEMU says which of them have arrived.
+    /// lets it listen at a path again, which may be another one for QEMU, and hands the new socket
+    /// to another server. `missing` are the pages that were missing when the guest was loaded; QEMU
+    /// says which of them have arrived.
     /// Returns `None` if QEMU has all of them, and has ended its post-copy.
     pub async fn recover(
         mut server: PageServer,
         qmp: &Qmp,
-        path: &Path,
+        (path, of_qemu): (&Path, &Path),
         prelude: &Prelude,
         missing: &[Missing],
     ) -> Result<Option<Self>, IncomingError> {
@@ -266,7 +267,7 @@ impl Arriving {
             if !until_paused(qmp).await? {
                 return Ok(None);
             }
-            let arguments = json!({"uri": format!("unix:{}", path.display())});
+            let arguments = json!({"uri": format!("unix:{}", of_qemu.display())});
             qmp.execute("migrate-recover", arguments, COMMAND_TIMEOUT)
                 .await?;
             let mut socket = connect(path).await?;

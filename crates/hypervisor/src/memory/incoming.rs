@@ -118,8 +118,8 @@ impl Incoming {
         Ok(incoming)
     }
 
-    /// Checks whether a QEMU that was started with `-incoming defer` can run its guest before all
-    /// of its RAM has arrived, which needs userfaultfd.
+    /// Checks whether a QEMU that was started with `-incoming` can run its guest before all of its
+    /// RAM has arrived, which needs userfaultfd.
     pub async fn can_run_early(qmp: &Qmp) -> Result<(), SourceError> {
         set_capabilities(qmp, std::iter::once((POSTCOPY, true))).await
     }
@@ -133,18 +133,36 @@ impl Incoming {
         prelude: &[u8],
     ) -> Result<Self, IncomingError> {
         let both = [("late-block-activate", true), (POSTCOPY, true)];
-        let mut incoming = Self::open(qmp, path, prelude, both.into_iter()).await?;
-        let (commands, section) = prelude.split_at(incoming.prelude.commands);
+        let incoming = Self::open(qmp, path, prelude, both.into_iter()).await?;
+        incoming.empty(path, prelude).await
+    }
+
+    /// As [`Self::start_for_postcopy`], for a QEMU that another program has set up and that listens
+    /// at `path` already.
+    pub async fn start_for_postcopy_at_listening(
+        qmp: &Qmp,
+        path: &Path,
+        prelude: &[u8],
+    ) -> Result<Self, IncomingError> {
+        let parsed = parse(prelude)?;
+        set_capabilities(qmp, std::iter::once((POSTCOPY, true))).await?;
+        let incoming = Self::at(qmp, path, parsed).await?;
+        incoming.empty(path, prelude).await
+    }
+
+    /// Sends the prelude of a post-copy, and waits until QEMU has emptied its RAM.
+    async fn empty(mut self, path: &Path, prelude: &[u8]) -> Result<Self, IncomingError> {
+        let (commands, section) = prelude.split_at(self.prelude.commands);
         let mut begin = commands.to_vec();
         Writer::postcopy_advise(&mut begin);
         begin.extend(section);
-        Writer::new(&incoming.prelude).ping(PING_EMPTY, &mut begin);
-        incoming.send(path, &begin).await?;
-        let emptied = tokio::time::timeout(LOAD_TIMEOUT, incoming.wait_for_pong(PING_EMPTY)).await;
+        Writer::new(&self.prelude).ping(PING_EMPTY, &mut begin);
+        self.send(path, &begin).await?;
+        let emptied = tokio::time::timeout(LOAD_TIMEOUT, self.wait_for_pong(PING_EMPTY)).await;
         match emptied {
-            Ok(Ok(())) => Ok(incoming),
-            Ok(Err(error)) => Err(reason(qmp, error).await),
-            Err(_) => Err(reason(qmp, IncomingError::Timeout(LOAD_TIMEOUT)).await),
+            Ok(Ok(())) => Ok(self),
+            Ok(Err(error)) => Err(reason(&self.qmp, error).await),
+            Err(_) => Err(reason(&self.qmp, IncomingError::Timeout(LOAD_TIMEOUT)).await),
         }
     }
 

@@ -9,6 +9,7 @@
 mod agents;
 mod confined;
 mod deaths;
+mod following;
 mod newest;
 mod people;
 mod phases;

@@ -2,7 +2,7 @@
 
 use super::{Handoff, Libvirt, MONITOR};
 use crate::capabilities::LaunchedWith;
-use crate::connection::LibvirtError;
+use crate::connection::{Connection, LibvirtError};
 use crate::domain::Xml;
 use crate::migration::{Begun, Cookie as LibvirtCookie};
 use crate::notes::{Definition, Role};
@@ -11,6 +11,13 @@ use crate::xml::{DomainXml, XmlError};
 use longhaul_hypervisor::manager::Guest;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Check, Verdict};
+use std::fs;
+use std::ops::Not;
+
+/// The first version whose QEMUs may open `/dev/userfaultfd`.
+const LETS_OPEN: [u64; 3] = [10, 1, 0];
+/// The kernel's setting for programs without privileges.
+const UNPRIVILEGED: &str = "/proc/sys/vm/unprivileged_userfaultfd";
 
 /// What libvirt gets for a domain that arrives.
 pub(super) struct Accepted {
@@ -29,6 +36,26 @@ fn refused(text: String, hint: Option<&str>) -> Check {
         text,
         hint: hint.map(str::to_owned),
     }
+}
+
+/// Returns what keeps the memory of a guest from following it. Newer daemons let their QEMUs open
+/// `/dev/userfaultfd`, others leave it to the kernel's setting.
+fn keeps_memory_from_following(guest: &str, connection: &Connection) -> Option<Check> {
+    let cannot = |why: &str| format!("the memory of {guest} cannot follow it: {why}");
+    let version = match connection.version() {
+        Ok(version) => version,
+        Err(error) => return Some(refused(cannot(&error.to_string()), None)),
+    };
+    // Without the file the kernel knows no such limit.
+    let setting = fs::read_to_string(UNPRIVILEGED);
+    if version >= LETS_OPEN || setting.is_ok_and(|setting| setting.trim() == "0").not() {
+        return None;
+    }
+    let [major, minor, release] = version;
+    let why = format!("libvirt {major}.{minor}.{release} does not let QEMU use userfaultfd");
+    let hint = "set vm.unprivileged_userfaultfd = 1 there, or update libvirt to 10.1 or later; or \
+                leave out --strategy";
+    Some(refused(cannot(&why), Some(hint)))
 }
 
 impl Libvirt {
@@ -78,7 +105,12 @@ impl Libvirt {
     }
 
     /// Returns what keeps a guest from coming here.
-    pub(super) fn obstacles(&self, guest: &GuestDescription, outlook: &[u8]) -> Option<Check> {
+    pub(super) fn obstacles(
+        &self,
+        guest: &GuestDescription,
+        outlook: &[u8],
+        follows: bool,
+    ) -> Option<Check> {
         let cannot = |why: &str| format!("libvirt cannot take {}: {why}", guest.name);
         let connection = match self.queries() {
             Ok(Some(connection)) => connection,
@@ -127,6 +159,9 @@ impl Libvirt {
             let hint = "install swtpm and swtpm-tools there";
             return Some(refused(cannot("it has no emulated TPMs"), Some(hint)));
         }
-        None
+        match follows {
+            true => keeps_memory_from_following(&guest.name, &connection),
+            false => None,
+        }
     }
 }

@@ -4,19 +4,15 @@
 use super::{FLAGS, Handoff, Libvirt, POLL, blocking, lock, nobody};
 use crate::connection::{Connection, LibvirtError};
 use crate::domain::{DomainState, PausedFor, Xml};
-use crate::migration::{Cookie as LibvirtCookie, Flags, Outcome};
+use crate::migration::{Cookie as LibvirtCookie, Outcome};
 use crate::notes::{Note, Role};
-use longhaul_hypervisor::manager::CommitError;
-use longhaul_hypervisor::qmp::{Event, Qmp};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use tokio::sync::broadcast::Receiver;
-use tokio::task::spawn_blocking;
 
 /// The time limit for a daemon that is being started again.
 const RESTART_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time limit for a domain to be what it was told to be.
-const END_TIMEOUT: Duration = Duration::from_secs(15);
+pub(super) const END_TIMEOUT: Duration = Duration::from_secs(15);
 /// The interval between attempts to end what a move has left, and the longest one.
 const SETTLE_INTERVALS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
 
@@ -108,117 +104,6 @@ impl Libvirt {
         defined.await?;
         let noted = self.notes.change(name, |note| note.definition = None);
         noted.map_err(|error| error.to_string())
-    }
-
-    /// Gives an arrived guest to this host.
-    pub(super) fn finish(
-        &self,
-        connection: &Connection,
-        name: &str,
-        cookie: Vec<u8>,
-        runs: bool,
-    ) -> Result<(), CommitError> {
-        // From here on only libvirt knows whether it has run.
-        let noted = self.notes.change(name, |note| note.role = Role::Commits);
-        noted.map_err(|error| CommitError::Refused(error.to_string()))?;
-        let flags = match runs {
-            true => FLAGS,
-            false => FLAGS.with(Flags::PAUSED),
-        };
-        let finished = connection.finish(name, &LibvirtCookie(cookie), flags);
-        let error = match finished {
-            Ok(_) => return Ok(()),
-            Err(error) => error,
-        };
-        // A daemon that refuses has not let it run, and has ended its QEMU.
-        let refuses = matches!(error, LibvirtError::Refused(_));
-        let is_gone = match connection.domain(name) {
-            Ok(domain) => refuses && domain.is_none_or(|domain| domain.id.is_none()),
-            Err(_) => false,
-        };
-        match is_gone || error.was_not_sent() {
-            true => Err(CommitError::Refused(error.to_string())),
-            false => Err(CommitError::Unknown(error.to_string())),
-        }
-    }
-
-    /// Finds out what became of a guest that its daemon was told to run, without an answer. QEMU
-    /// says that it resumes before it does, to every monitor.
-    pub(super) async fn what_became(
-        &self,
-        name: &str,
-        (qmp, mut events): (Qmp, Receiver<Event>),
-        (why, runs): (String, bool),
-    ) -> Result<(), CommitError> {
-        let (manager, called) = (self.clone(), name.to_owned());
-        let looked = spawn_blocking(move || {
-            let connection = manager.connect_again()?;
-            let start = Instant::now();
-            loop {
-                let domain = connection.domain(&called)?;
-                let state = match domain.filter(|domain| domain.id.is_some()) {
-                    Some(domain) => Some((connection.state(&domain)?, domain)),
-                    None => None,
-                };
-                match state {
-                    Some((DomainState::Running, _)) => return Ok(true),
-                    // A daemon that was just started would have ended one that it did not run.
-                    Some((_, domain)) if start.elapsed() > END_TIMEOUT => {
-                        return match runs {
-                            true => connection.resume(&domain).map(|()| true),
-                            false => Ok(true),
-                        };
-                    }
-                    None if qmp.is_closed() => return Ok(false),
-                    // libvirt has forgotten a QEMU that is there.
-                    None if start.elapsed() > END_TIMEOUT => {
-                        return Err(LibvirtError::Connect {
-                            path: connection.path().to_owned(),
-                            why: "the daemon does not know its QEMU, which still answers"
-                                .to_owned(),
-                        });
-                    }
-                    Some(_) | None => thread::sleep(POLL),
-                }
-            }
-        });
-        match looked.await {
-            Ok(Ok(true)) => return Ok(()),
-            Ok(Ok(false)) => {}
-            Ok(Err(error)) => return Err(CommitError::Unknown(error.to_string())),
-            Err(error) => {
-                return Err(CommitError::Unknown(format!(
-                    "a part of the agent broke: {error}"
-                )));
-            }
-        }
-        let mut may_have_run = false;
-        loop {
-            use tokio::sync::broadcast::error::TryRecvError;
-            match events.try_recv() {
-                Ok(event) => may_have_run |= event.name == "RESUME",
-                Err(TryRecvError::Lagged(_)) => may_have_run = true,
-                Err(TryRecvError::Empty | TryRecvError::Closed) => break,
-            }
-        }
-        match may_have_run {
-            true => Err(CommitError::Unknown(why)),
-            false => Err(CommitError::Refused(format!(
-                "its QEMU has ended without letting it run: {why}"
-            ))),
-        }
-    }
-
-    /// Lets a guest run that an earlier agent may have committed.
-    pub(super) fn run_found(&self, name: &str, runs: bool) -> Result<(), LibvirtError> {
-        let connection = self.connect_again()?;
-        let Some(domain) = connection.domain(name)? else {
-            return Ok(());
-        };
-        match connection.state(&domain)? {
-            DomainState::Paused(_) if runs => connection.resume(&domain),
-            _ => Ok(()),
-        }
     }
 
     /// Ends the QEMU of a guest that does not come.

@@ -8,7 +8,7 @@ use crate::cli::paint::{Line, Tone};
 use crate::cli::self_test;
 use longhaul_api::{Client, Host, Probe, Realm, RealmStanding};
 use longhaul_hypervisor::Accelerator;
-use longhaul_hypervisor::capabilities::{Capabilities, Prober, USERFAULTFD_HINT};
+use longhaul_hypervisor::capabilities::{Capabilities, Prober, QemuAccount, USERFAULTFD_HINT};
 use longhaul_hypervisor::config::{HostConfig, Network, RunsAsRoot};
 use longhaul_hypervisor::tested;
 use longhaul_migration::host::config::Config;
@@ -218,7 +218,8 @@ async fn memory_may_follow(prober: &Prober, capabilities: &Capabilities) -> Opti
     let what = "userfaultfd";
     let emulator = capabilities.emulators.get(&capabilities.default)?;
     let machine = emulator.machine_types.keys().next()?;
-    let asked = timeout(PROBE_WITHIN, prober.keeps_memory_from_following(machine)).await;
+    let asked = prober.keeps_memory_from_following(machine, QemuAccount::Configured);
+    let asked = timeout(PROBE_WITHIN, asked).await;
     Some(match asked {
         Ok(None) => Finding::good(what, "memory can follow a guest to this host"),
         Ok(Some(why)) => {

@@ -474,7 +474,8 @@ impl Serving {
         note.server = Some(started.helper);
         block_in_place(|| note.write(state, guest)).map_err(|error| error.to_string())?;
         let (server, qmp) = (started.connection, lease.qmp());
-        match Arriving::recover(server, qmp, &incoming, &prelude, &missing).await {
+        let sockets = (&*incoming.ours, &*incoming.theirs);
+        match Arriving::recover(server, qmp, sockets, &prelude, &missing).await {
             Ok(None) => self.whole(),
             Ok(Some(arriving)) => {
                 tracing::warn!(guest, missing = arriving.missing(), "its post-copy goes on");

@@ -2,7 +2,7 @@
 
 use crate::destination::Destination;
 use crate::destination::companion::About;
-use longhaul_hypervisor::capabilities::{USERFAULTFD_HINT, can_run, has_huge_pages};
+use longhaul_hypervisor::capabilities::{QemuAccount, USERFAULTFD_HINT, can_run, has_huge_pages};
 use longhaul_hypervisor::config::RunsAsRoot;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
@@ -28,8 +28,13 @@ impl Destination {
         answer
     }
 
-    /// Returns a refusal if the memory of a guest cannot follow when it runs here.
-    pub(crate) async fn may_follow(&self, guest: &GuestDescription) -> Option<Check> {
+    /// Returns a refusal if the memory of a guest cannot follow when it runs here. A program that
+    /// manages it gives its QEMU an account of its own, and says itself what that lacks.
+    pub(crate) async fn may_follow(
+        &self,
+        guest: &GuestDescription,
+        is_managed: bool,
+    ) -> Option<Check> {
         let (why, hint) = match has_huge_pages(guest) {
             true => {
                 let why = "it has pages above 4 KiB".to_owned();
@@ -37,7 +42,12 @@ impl Destination {
             }
             false => {
                 let prober = &self.parts.prober;
-                let why = prober.keeps_memory_from_following(&guest.machine).await?;
+                let account = match is_managed {
+                    true => QemuAccount::Agent,
+                    false => QemuAccount::Configured,
+                };
+                let why = prober.keeps_memory_from_following(&guest.machine, account);
+                let why = why.await?;
                 (why, format!("{USERFAULTFD_HINT}; or leave out --strategy"))
             }
         };

@@ -291,7 +291,9 @@ async fn answer_query(
     let misfits = block_in_place(|| images::misfits(context, guest, disks));
     answer.checks.extend(misfits);
     if memory != Pulled::Nothing {
-        answer.checks.extend(context.may_follow(guest).await);
+        answer
+            .checks
+            .extend(context.may_follow(guest, managed.is_some()).await);
     }
     let named = arbiter.map(|asked| arbiter_check(context, &answer.host, asked));
     answer.checks.extend(named);
@@ -301,7 +303,8 @@ async fn answer_query(
         .any(|check| check.verdict == Verdict::Refused);
     // Its manager would only repeat what is missing here.
     if let Some(managed) = managed.filter(|_| !is_refused) {
-        let found = block_in_place(|| context.parts.guests.obstacles(guest, managed));
+        let follows = memory != Pulled::Nothing;
+        let found = block_in_place(|| context.parts.guests.obstacles(guest, managed, follows));
         answer.checks.extend(found.into_iter().map(|check| Check {
             text: format!("{}: {}", answer.host, check.text),
             ..check

@@ -358,7 +358,10 @@ impl DestinationQemu {
             Pulled::Nothing => Incoming::start(qmp, socket, prelude).await?,
             Pulled::Often | Pulled::All => {
                 self.prelude = prelude.to_vec();
-                Incoming::start_for_postcopy(qmp, socket, prelude).await?
+                match self.listens {
+                    true => Incoming::start_for_postcopy_at_listening(qmp, socket, prelude).await?,
+                    false => Incoming::start_for_postcopy(qmp, socket, prelude).await?,
+                }
             }
         });
         self.receiving.open();
@@ -468,6 +471,7 @@ impl DestinationQemu {
         let commit = Commit {
             generation: generation.0,
             runs: !paused,
+            follows: self.lacks,
             cookie: std::mem::take(&mut self.cookie),
         };
         let Self { guest, lease, .. } = self;

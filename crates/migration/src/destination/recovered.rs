@@ -385,13 +385,14 @@ impl RecoveredDestination {
             // The guest was resumed before, and its owner controls it since.
             return Event::Resumed;
         }
+        let lacks_memory = self.lacks_memory();
         let commit = Commit {
             generation: generation.0,
             runs: !self.paused,
+            follows: lacks_memory,
             cookie: Cookie::default(),
         };
         let guests = ledger.context.parts.guests.clone();
-        let lacks_memory = self.lacks_memory();
         self.companions.committed().await;
         if lacks_memory {
             // QEMU may need memory for that which has yet to come, and which the fetch brings.

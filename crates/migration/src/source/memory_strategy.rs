@@ -4,6 +4,7 @@ use longhaul_api::{ApiError, ErrorCode, Strategy as Choice};
 use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::Guest;
 use longhaul_protocol::disk::Pulled;
+use longhaul_protocol::guest::Manager;
 
 /// Returns the engine's row for a strategy of the memory.
 pub(crate) fn of_memory(strategy: Choice) -> Strategy {
@@ -34,9 +35,14 @@ pub(crate) fn check_keeping(strategy: Choice, keeps: bool) -> Result<(), ApiErro
     Err(ApiError::new(ErrorCode::InvalidRequest, text).hint(hint))
 }
 
+/// Returns the program that manages a guest, if memory of its guests never follows.
+pub(crate) fn follows_not(guest: &Guest) -> Option<Manager> {
+    guest.owner().manager().filter(|by| *by == Manager::Proxmox)
+}
+
 /// Returns why the memory of a guest cannot follow by a strategy that needs it to.
 pub(crate) fn cannot_follow(guest: &Guest, strategy: Choice) -> Option<ApiError> {
-    let by = guest.owner().manager()?;
+    let by = follows_not(guest)?;
     let needs = matches!(strategy, Choice::Hybrid | Choice::Postcopy);
     needs.then(|| {
         let text = format!("memory of guests of {by} cannot follow yet");

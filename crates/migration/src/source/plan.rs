@@ -13,7 +13,9 @@ use crate::source::files::{self, AskError, Held, Question};
 use crate::source::known_content::{self, Sample};
 use crate::source::local_disks::{self, Known, LocalDisk, may_be_left};
 use crate::source::losses;
-use crate::source::memory_strategy::{cannot_follow, check_keeping, follows_by, too_old_to_follow};
+use crate::source::memory_strategy::{
+    cannot_follow, check_keeping, follows_by, follows_not, too_old_to_follow,
+};
 use crate::source::prediction::{Asking, Holds, Look, predict};
 use crate::source::qemu::{SourceQemu, SourceQemuError};
 use crate::source::sample;
@@ -451,7 +453,7 @@ async fn ask_there(
 ) -> (Option<Control>, Vec<String>, bool) {
     let host = &candidate.host.name;
     let unfollowed = cannot_follow(&candidate.guest, strategy);
-    if candidate.guest.owner().manager().is_some() {
+    if follows_not(&candidate.guest).is_some() {
         question.follows = Pulled::Nothing;
     }
     let control = match context.endpoint.connect(host).await {
