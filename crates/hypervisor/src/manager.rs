@@ -196,8 +196,8 @@ pub trait GuestManager: Send + Sync {
         stays: Stays,
     ) -> BoxFuture<'a, Result<(), AbortError>>;
 
-    /// Ends what a move has left undone of a guest that stays, and of which no attempt is open any
-    /// more: as where its QEMU has ended. What cannot be ended yet is tried again.
+    /// Ends what a move has left undone of a guest of which no attempt is open any more: as where
+    /// its QEMU has ended, or the agent was restarted. What cannot be ended yet is tried again.
     fn settle_guest(&self, _guest: &str) {}
 
     /// Ends the QEMU of a guest that has left, and removes what was made for it. Does nothing if

@@ -17,6 +17,8 @@ use std::time::Duration;
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 pub(crate) const GUEST: &str = "web";
+/// The link between the hosts.
+pub(crate) const LINK: &str = "1gbit,1ms";
 /// The bridges of the two hosts.
 pub(crate) const BRIDGES: [&str; 2] = ["lv-lyon", "lv-paris"];
 pub(crate) const FLAGS: Flags = Flags::LIVE.with(Flags::UNSAFE);
@@ -40,7 +42,7 @@ impl Stage {
         let lab = Lab::create(&Plan {
             purpose: format!("test: libvirt, {purpose}"),
             hosts: 2,
-            link: "1gbit,1ms".parse().unwrap(),
+            link: LINK.parse().unwrap(),
             seed: 1,
         })
         .unwrap();

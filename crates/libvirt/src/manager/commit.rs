@@ -19,6 +19,28 @@ const RESUME: &str = "RESUME";
 
 type Finishing = JoinHandle<Result<(), CommitError>>;
 
+/// Waits until libvirt has let a guest run whose memory follows. libvirt answers only when all of
+/// it is there, so QEMU's own word is enough. `None` if the call goes on.
+async fn finished_or_resumed(
+    finishing: &mut Finishing,
+    mut events: Receiver<Event>,
+) -> Option<Result<Result<(), CommitError>, JoinError>> {
+    let resumed = async {
+        loop {
+            match events.recv().await {
+                Ok(event) if event.name == RESUME => return,
+                Ok(_) | Err(RecvError::Lagged(_)) => {}
+                // The call ends too, and says why.
+                Err(RecvError::Closed) => std::future::pending().await,
+            }
+        }
+    };
+    tokio::select! {
+        finished = finishing => Some(finished),
+        () = resumed => None,
+    }
+}
+
 impl Libvirt {
     /// Gives an arrived guest to this host, and defines it here as it was defined at its source.
     pub(super) async fn commit_guest(
@@ -38,7 +60,7 @@ impl Libvirt {
         let resumes = lease.filter(|_| runs && follows);
         let resumes = resumes.map(|lease| lease.qmp().events());
         let (manager, called) = (self.clone(), name.to_owned());
-        let finishing = spawn_blocking(move || match connection {
+        let mut finishing = spawn_blocking(move || match connection {
             Some(connection) => manager.finish(&connection, &called, cookie, (runs, follows)),
             None => {
                 let found = manager.run_found(&called, runs);
@@ -46,9 +68,11 @@ impl Libvirt {
             }
         });
         let finished = match resumes {
-            Some(events) => self.resumed(name, finishing, events).await,
-            None => finishing.await,
+            Some(events) => finished_or_resumed(&mut finishing, events).await,
+            None => Some((&mut finishing).await),
         };
+        let goes_on = finished.is_none();
+        let finished = finished.unwrap_or(Ok(Ok(())));
         let broke = |error| CommitError::Unknown(format!("a part of the agent broke: {error}"));
         let committed = match (finished.map_err(broke)?, monitor) {
             (Err(CommitError::Unknown(why)), Some((qmp, events))) => {
@@ -77,46 +101,34 @@ impl Libvirt {
             }
             Err((error, _)) => return Err(error),
         }
-        if let Err(error) = self.define(name).await {
-            tracing::error!(guest = name, error, "it runs, and is not defined yet");
-            self.settle_one(name);
+        match goes_on {
+            true => self.finish_later(name, finishing),
+            false => self.define_now(name).await,
         }
         Ok(())
     }
 
-    /// Waits until libvirt has let a guest run. If its memory follows, libvirt answers only when
-    /// all of it is there, so QEMU's own word is enough.
-    async fn resumed(
-        &self,
-        name: &str,
-        mut finishing: Finishing,
-        mut events: Receiver<Event>,
-    ) -> Result<Result<(), CommitError>, JoinError> {
-        let runs = async {
-            loop {
-                match events.recv().await {
-                    Ok(event) if event.name == RESUME => return,
-                    Ok(_) | Err(RecvError::Lagged(_)) => {}
-                    // The call ends too, and says why.
-                    Err(RecvError::Closed) => std::future::pending().await,
-                }
-            }
-        };
-        tokio::select! {
-            finished = &mut finishing => return finished,
-            () = runs => {}
+    async fn define_now(&self, name: &str) {
+        if let Err(error) = self.define(name).await {
+            tracing::error!(guest = name, error, "it runs, and is not defined yet");
+            self.settle_one(name);
         }
+    }
+
+    /// Waits for the end of a call that has let a guest run whose memory follows. libvirt takes no
+    /// definition of it before.
+    fn finish_later(&self, name: &str, finishing: Finishing) {
         // The connection is kept for the call, and controls QEMU no more.
         lock(&self.shared.leases).remove(name);
-        let name = name.to_owned();
+        let (manager, name) = (self.clone(), name.to_owned());
         tokio::spawn(async move {
             match finishing.await {
                 Ok(Ok(())) => tracing::info!(guest = name, "libvirt has ended its post-copy"),
                 Ok(Err(error)) => tracing::warn!(guest = name, %error, "it runs"),
                 Err(error) => tracing::error!(guest = name, %error, "a part of the agent broke"),
             }
+            manager.define_now(&name).await;
         });
-        Ok(Ok(()))
     }
 
     /// Gives an arrived guest to this host.

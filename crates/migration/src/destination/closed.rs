@@ -16,13 +16,18 @@ const CLOSED_MAX: usize = 256;
 pub(crate) struct Closed(Mutex<VecDeque<(HostId, AttemptId)>>);
 
 impl Closed {
-    /// Removes the journal of an attempt that is closed on both sides.
+    /// Removes the journal of an attempt that is closed on both sides, and ends what it has left
+    /// undone of its guest.
     pub(crate) fn add(&self, source: HostId, ledger: Ledger) {
         let attempt = (source, ledger.attempt_id());
         let mut closed = lock(&self.0);
         closed.truncate(CLOSED_MAX - 1);
         closed.push_front(attempt);
         drop(closed);
+        // An attempt that never began here names no guest.
+        if !ledger.guest.is_empty() {
+            ledger.context.parts.guests.settle_guest(&ledger.guest);
+        }
         ledger.remove_journal();
     }
 
