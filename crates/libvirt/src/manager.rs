@@ -208,23 +208,20 @@ impl Libvirt {
             let Some(connection) = manager.connect()? else {
                 return Ok(None);
             };
-            let Some(domain) = connection.domain(&called)? else {
-                return Ok(None);
-            };
-            let state = connection.state(&domain)?;
-            Ok(Some((connection, domain, state)))
+            let domain = connection.domain(&called)?;
+            Ok(domain.map(|domain| (connection, domain)))
         });
-        let Some((connection, domain, state)) = opened.await.map_err(failed)? else {
+        let Some((connection, domain)) = opened.await.map_err(failed)? else {
             return Err(failed(format!("libvirt has no domain {name}")));
         };
-        let qmp = match state {
-            // libvirt passes nothing on until all of its memory is there.
-            DomainState::Postcopy => {
+        let note = self.notes.read(name).map_err(failed)?;
+        let qmp = match note.is_some_and(|note| note.follows) {
+            true => {
                 let sockets = sockets::made_by_qemu(&sockets::ours(&connection, name));
                 let qmp = Qmp::connect(&sockets.ours(MONITOR), within).await;
                 qmp.map_err(failed)?
             }
-            _ => {
+            false => {
                 let qmp = monitor::open(&connection, &domain, within).await;
                 qmp.map_err(failed)?
             }
@@ -277,6 +274,7 @@ impl Libvirt {
             stops: false,
             autostart_off: None,
             began_ns: 0,
+            follows: false,
             definition: accepted.definition,
         };
         self.notes

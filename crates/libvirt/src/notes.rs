@@ -46,6 +46,10 @@ pub(crate) struct Note {
     /// When its departure began, in nanoseconds of Unix time.
     #[serde(default)]
     pub(crate) began_ns: u64,
+    /// Whether its memory follows: libvirt passes nothing on to its QEMU until all of it is there,
+    /// and takes no definition of it.
+    #[serde(default)]
+    pub(crate) follows: bool,
     /// How it is to be defined here when it runs.
     #[serde(default)]
     pub(crate) definition: Option<Definition>,
@@ -56,7 +60,7 @@ impl Note {
     pub(crate) fn is_unsettled(&self) -> bool {
         match self.role {
             Role::Departs | Role::Left => true,
-            Role::Here => self.definition.is_some(),
+            Role::Here => self.definition.is_some() || self.follows,
             Role::Arrives | Role::Commits => false,
         }
     }
@@ -170,6 +174,7 @@ mod tests {
             stops: false,
             autostart_off: None,
             began_ns: 0,
+            follows: false,
             definition: None,
         };
         notes.write("web", &note).unwrap();

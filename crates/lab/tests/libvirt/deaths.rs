@@ -47,29 +47,38 @@ enum Who {
 #[test]
 fn a_domain_survives_the_death_of_either_agent() {
     if installed::is_its_day(1, 2) {
-        survives(Release::Installed, Who::Agent, &DEATHS);
+        survives(Release::Installed, Who::Agent, (&DEATHS, &[]));
     }
 }
 
 #[test]
 fn a_domain_survives_the_restart_of_either_daemon() {
     if installed::is_its_day(0, 2) {
-        survives(Release::Installed, Who::Daemon, &RESTARTS);
+        survives(Release::Installed, Who::Daemon, (&RESTARTS, &[]));
     }
 }
 
 pub(crate) fn survives_on_the_newest() {
     if installed::is_its_day(0, 2) {
         let agents = [DEATHS[0], DEATHS[2], DEATHS[5], DEATHS[6]];
-        survives(Release::Newest, Who::Agent, &agents);
+        survives(Release::Newest, Who::Agent, (&agents, &[]));
     }
     if installed::is_its_day(1, 2) {
         let daemons = [RESTARTS[1], RESTARTS[2], RESTARTS[5], RESTARTS[6]];
-        survives(Release::Newest, Who::Daemon, &daemons);
+        survives(Release::Newest, Who::Daemon, (&daemons, &[]));
     }
 }
 
-fn survives(release: Release, who: Who, points: &[(usize, &str)]) {
+/// Deaths from the last moments before a domain runs whose memory follows until it does.
+pub(crate) fn survives_where_memory_follows() {
+    let words = ["--strategy", "postcopy"];
+    let agents = [DEATHS[2], DEATHS[5], DEATHS[6], DEATHS[7]];
+    survives(Release::Newest, Who::Agent, (&agents, &words));
+    let daemons = [RESTARTS[2], RESTARTS[5], RESTARTS[6]];
+    survives(Release::Newest, Who::Daemon, (&daemons, &words));
+}
+
+fn survives(release: Release, who: Who, (points, words): (&[(usize, &str)], &[&str])) {
     let Some(mut stage) = Stage::build("deaths", release) else {
         return;
     };
@@ -87,7 +96,7 @@ fn survives(release: Release, who: Who, points: &[(usize, &str)]) {
         let agent = product.agent_mut(side).unwrap();
         agent.restart_to_fail(host, &armed).unwrap();
         let moving = product
-            .migrate(0, GUEST, &stage.lab.hosts()[1], &[])
+            .migrate(0, GUEST, &stage.lab.hosts()[1], words)
             .unwrap();
         let reached = wait_until(LIMIT, || match who {
             Who::Agent => product.agent_mut(side).unwrap().has_ended(),

@@ -1,7 +1,10 @@
 //! Domains whose memory follows when they run at the destination.
 
+use crate::deaths;
+use crate::monitor::Monitor;
 use crate::stage::{GUEST, LIMIT, LINK, Stage};
 use longhaul_api::Phase;
+use longhaul_lab::installed;
 use longhaul_lab::libvirt::Release;
 use longhaul_lab::process::{kill_all, wait_until};
 use longhaul_lab::product::Product;
@@ -40,6 +43,13 @@ impl Trouble {
             }
             Self::Daemon(at) => stage.daemons[at].restart(&stage.lab.hosts()[at]).unwrap(),
             Self::PageServer => {
+                // An agent that was started again leaves the monitor alone. A guest that is stopped
+                // waits for no page, so QEMU's main loop does not either.
+                Self::Agent(1).happens(stage, product);
+                let monitor = stage.daemons[1].socket();
+                let monitor = monitor.with_file_name("longhaul/qemu");
+                let monitor = monitor.join(format!("qmp.tunnelmigrate.dest.{GUEST}"));
+                Monitor::connect(&monitor).ask("stop");
                 let servers = page_servers(stage);
                 assert_eq!(servers.len(), 1, "{servers:?}");
                 kill_all(&servers).unwrap();
@@ -48,6 +58,7 @@ impl Trouble {
                     new.len() == 1 && new != servers
                 });
                 assert!(replaced, "{}", product.ends_of_logs());
+                Monitor::connect(&monitor).ask("cont");
             }
         }
     }
@@ -100,10 +111,24 @@ fn memory_follows_a_domain_there_and_back() {
         assert_eq!(finished.report.unwrap().strategy.name(), strategy);
         is_whole(&mut stage, &product, 1 - from);
     }
+    // A paused domain arrives paused.
+    stage.daemons[0].run(&["suspend", GUEST]).unwrap();
+    let words = ["--strategy", "postcopy"];
+    let moving = product.migrate(0, GUEST, &stage.lab.hosts()[1], &words);
+    let finished = moving.unwrap().finish(LIMIT).unwrap();
+    let logs = product.ends_of_logs();
+    assert!(finished.completed(), "{}\n{logs}", finished.why());
+    let state = stage.daemons[1].run(&["domstate", GUEST]).unwrap();
+    assert_eq!(state, "paused");
+    stage.daemons[1].run(&["resume", GUEST]).unwrap();
+    is_whole(&mut stage, &product, 1);
 }
 
 #[test]
 fn memory_follows_a_domain_in_spite_of_deaths() {
+    if !installed::is_its_day(0, 2) {
+        return;
+    }
     let troubles = [
         Trouble::Agent(0),
         Trouble::Agent(1),
@@ -131,6 +156,14 @@ fn memory_follows_a_domain_in_spite_of_deaths() {
         assert!(follows, "{}", moving.so_far().why());
         change(&stage, NARROW);
         stage.wait_for(FOLLOWS);
+        // A daemon ends a QEMU of which it has not recorded that it runs.
+        let record = stage.daemons[1].socket();
+        let record = record.with_file_name("qemu").join(format!("{GUEST}.xml"));
+        let is_recorded = wait_until(LIMIT, || {
+            let text = fs::read_to_string(&record).unwrap_or_default();
+            text.contains("reason='post-copy'")
+        });
+        assert!(is_recorded, "{}", record.display());
         trouble.happens(&mut stage, &mut product);
         eprintln!("  {:?}", stage.states());
         assert!(stage.states()[0].is_some(), "all of it had come");
@@ -141,5 +174,12 @@ fn memory_follows_a_domain_in_spite_of_deaths() {
         let logs = product.ends_of_logs();
         assert!(back.completed(), "{trouble:?}: {}\n{logs}", back.why());
         is_whole(&mut stage, &product, 0);
+    }
+}
+
+#[test]
+fn memory_follows_a_domain_in_spite_of_deaths_before_it_runs() {
+    if installed::is_its_day(1, 2) {
+        deaths::survives_where_memory_follows();
     }
 }

@@ -10,6 +10,8 @@ mod agents;
 mod confined;
 mod deaths;
 mod following;
+#[path = "../common/monitor.rs"]
+mod monitor;
 mod newest;
 mod people;
 mod phases;

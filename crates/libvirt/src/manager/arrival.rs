@@ -12,10 +12,12 @@ use longhaul_hypervisor::manager::Guest;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Check, Verdict};
 use std::fs;
-use std::ops::Not;
+use std::process::Command;
 
 /// The first version whose QEMUs may open `/dev/userfaultfd`.
 const LETS_OPEN: [u64; 3] = [10, 1, 0];
+/// The first version of QEMU that opens it.
+const OPENS: [u64; 2] = [8, 1];
 /// The kernel's setting for programs without privileges.
 const UNPRIVILEGED: &str = "/proc/sys/vm/unprivileged_userfaultfd";
 
@@ -40,22 +42,45 @@ fn refused(text: String, hint: Option<&str>) -> Check {
 
 /// Returns what keeps the memory of a guest from following it. Newer daemons let their QEMUs open
 /// `/dev/userfaultfd`, others leave it to the kernel's setting.
-fn keeps_memory_from_following(guest: &str, connection: &Connection) -> Option<Check> {
+fn keeps_memory_from_following(
+    guest: &str,
+    connection: &Connection,
+    emulator: &str,
+) -> Option<Check> {
     let cannot = |why: &str| format!("the memory of {guest} cannot follow it: {why}");
+    // Without the file the kernel knows no such limit.
+    let setting = fs::read_to_string(UNPRIVILEGED);
+    if setting.is_err() || setting.is_ok_and(|setting| setting.trim() != "0") {
+        return None;
+    }
     let version = match connection.version() {
         Ok(version) => version,
         Err(error) => return Some(refused(cannot(&error.to_string()), None)),
     };
-    // Without the file the kernel knows no such limit.
-    let setting = fs::read_to_string(UNPRIVILEGED);
-    if version >= LETS_OPEN || setting.is_ok_and(|setting| setting.trim() == "0").not() {
-        return None;
-    }
-    let [major, minor, release] = version;
-    let why = format!("libvirt {major}.{minor}.{release} does not let QEMU use userfaultfd");
-    let hint = "set vm.unprivileged_userfaultfd = 1 there, or update libvirt to 10.1 or later; or \
-                leave out --strategy";
-    Some(refused(cannot(&why), Some(hint)))
+    let (what, newer) = match version >= LETS_OPEN {
+        true => match version_of(emulator) {
+            Some(version) if version < OPENS => ("QEMU", "8.1"),
+            // One that does not say is asked when it has been launched.
+            _ => return None,
+        },
+        false => ("libvirt", "10.1"),
+    };
+    let why = format!("{what} is older than {newer}, so its QEMU cannot use userfaultfd");
+    let hint = format!(
+        "set vm.unprivileged_userfaultfd = 1 there, or update {what} to {newer} or later; or leave \
+         out --strategy"
+    );
+    Some(refused(cannot(&why), Some(&hint)))
+}
+
+/// Returns the version of an emulator, major and minor.
+fn version_of(emulator: &str) -> Option<[u64; 2]> {
+    let said = Command::new(emulator).arg("--version").output().ok()?;
+    let said = String::from_utf8(said.stdout).ok()?;
+    let (_, version) = said.lines().next()?.split_once(" version ")?;
+    let mut numbers = version.split(|it: char| !it.is_ascii_digit());
+    let mut number = || numbers.next()?.parse().ok();
+    Some([number()?, number()?])
 }
 
 impl Libvirt {
@@ -160,7 +185,7 @@ impl Libvirt {
             return Some(refused(cannot("it has no emulated TPMs"), Some(hint)));
         }
         match follows {
-            true => keeps_memory_from_following(&guest.name, &connection),
+            true => keeps_memory_from_following(&guest.name, &connection, with.emulator),
             false => None,
         }
     }

@@ -140,7 +140,10 @@ impl Libvirt {
         (runs, follows): (bool, bool),
     ) -> Result<(), CommitError> {
         // From here on only libvirt knows whether it has run.
-        let noted = self.notes.change(name, |note| note.role = Role::Commits);
+        let noted = self.notes.change(name, |note| {
+            note.role = Role::Commits;
+            note.follows = follows;
+        });
         noted.map_err(|error| CommitError::Refused(error.to_string()))?;
         let mut flags = FLAGS;
         for (set, flag) in [(!runs, Flags::PAUSED), (follows, Flags::POSTCOPY)] {

@@ -85,16 +85,21 @@ impl Libvirt {
         }
     }
 
-    /// Defines an arrived domain that was defined at the source, with the paths of this host.
+    /// Defines an arrived domain that was defined at the source, with the paths of this host. Where
+    /// its memory follows, libvirt does not before all of it is there.
     pub(super) async fn define(&self, name: &str) -> Result<(), String> {
         let note = self.notes.read(name).map_err(|error| error.to_string())?;
-        let Some(definition) = note.and_then(|note| note.definition) else {
+        let Some(note) = note.filter(|note| note.definition.is_some() || note.follows) else {
             // It was transient, and is here.
             return Ok(());
         };
         let (manager, leased) = (self.clone(), self.of_lease(name));
+        let called = name.to_owned();
         let defined = blocking(move || {
             let connection = manager.connection_of(leased)?;
+            let Some(definition) = note.definition else {
+                return manager.wait_for_memory(&connection, &called);
+            };
             let domain = connection.define(&definition.xml)?;
             match definition.autostarts {
                 true => connection.set_autostart(&domain, true),
@@ -102,8 +107,21 @@ impl Libvirt {
             }
         });
         defined.await?;
-        let noted = self.notes.change(name, |note| note.definition = None);
+        let noted = self.notes.change(name, |note| {
+            note.definition = None;
+            note.follows = false;
+        });
         noted.map_err(|error| error.to_string())
+    }
+
+    /// Waits until libvirt has ended the post-copy of a domain that nobody has defined.
+    fn wait_for_memory(&self, connection: &Connection, name: &str) -> Result<(), LibvirtError> {
+        while let Some(domain) = connection.domain(name)?
+            && connection.state(&domain)? == DomainState::Postcopy
+        {
+            thread::sleep(SETTLE_INTERVALS[0]);
+        }
+        Ok(())
     }
 
     /// Ends the QEMU of a guest that does not come.
@@ -188,6 +206,7 @@ impl Libvirt {
             stops: false,
             autostart_off: autostarts.then(boot),
             began_ns: now_ns(),
+            follows: false,
             definition: None,
         };
         self.notes.write(name, &note).map_err(LibvirtError::note)?;
