@@ -633,7 +633,10 @@ impl GuestManager for Proxmox {
                 let settled = match note.role {
                     Role::Departs if !note.stops => self.stay(name, note.began_ns).await,
                     Role::Arrives => self.end_arriving(name).await,
-                    _ => continue,
+                    _ => {
+                        self.unlock_arrived(name).await;
+                        continue;
+                    }
                 };
                 match settled {
                     Ok(()) => tracing::info!(guest = name, "its move was not recorded: undone"),
@@ -646,6 +649,8 @@ impl GuestManager for Proxmox {
 
     fn settle_guest(&self, guest: &str) {
         self.settle_departure(guest);
+        let (manager, guest) = (self.clone(), guest.to_owned());
+        tokio::spawn(async move { manager.unlock_arrived(&guest).await });
     }
 
     fn note_stop(&self, guest: &Guest, stops: bool) -> io::Result<()> {

@@ -69,6 +69,9 @@ pub(crate) struct Note {
     /// guest does not come.
     #[serde(default)]
     pub(crate) before: Option<String>,
+    /// Whether it stays locked until all of its memory is here.
+    #[serde(default)]
+    pub(crate) locked: bool,
     /// When its departure began, in nanoseconds of Unix time.
     #[serde(default)]
     pub(crate) began_ns: u64,
@@ -210,6 +213,7 @@ mod tests {
             generation: 3,
             sender: Some(HostId([7; 32])),
             stops: false,
+            locked: false,
             before: Some("lock: migrate\n".to_owned()),
             began_ns: 7,
             process: ProcessId::of(1).unwrap(),

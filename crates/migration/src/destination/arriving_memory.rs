@@ -357,7 +357,7 @@ fn places(
 /// A QEMU that is about to load a guest.
 pub(crate) struct Loading<'a> {
     pub(crate) incoming: Incoming,
-    pub(crate) qmp: Qmp,
+    pub(crate) monitor: Monitor,
     pub(crate) server: PageServer,
     /// The state folder.
     pub(crate) state: &'a Path,
@@ -365,8 +365,8 @@ pub(crate) struct Loading<'a> {
 }
 
 /// How QEMU's monitor is reached when it has all pages.
-enum Monitor {
-    /// This attempt has it.
+pub(crate) enum Monitor {
+    /// It is held until then.
     Held(Qmp),
     /// It does not answer while QEMU waits for a page.
     Of(Arc<dyn GuestManager>, String),
@@ -401,7 +401,7 @@ impl Serving {
     ) -> Result<(), LoadError> {
         let Loading {
             incoming,
-            qmp,
+            monitor,
             server,
             state,
             guest,
@@ -421,7 +421,7 @@ impl Serving {
                 loaded
             }
             false => match incoming.load_without(server, tail, &missing).await {
-                Ok(arriving) => self.serve(arriving, places, Monitor::Held(qmp)).await,
+                Ok(arriving) => self.serve(arriving, places, monitor).await,
                 Err(error) => Err(error),
             },
         };

@@ -1,7 +1,7 @@
 //! The QEMU of an arriving guest: launched, filled, loaded, and resumed or quit.
 
 use crate::context::Context;
-use crate::destination::arriving_memory::{LoadError, Loading, Serving};
+use crate::destination::arriving_memory::{LoadError, Loading, Monitor, Serving};
 use crate::destination::call::ExpectError;
 use crate::destination::disks::Disks;
 use crate::destination::local_content::Kept;
@@ -394,14 +394,18 @@ impl DestinationQemu {
             // Nobody reads RAM that QEMU would have to ask for.
             self.shown = None;
         }
-        let qmp = self.lease.qmp().clone();
+        let monitor = match guest.owner().manager() {
+            // The program that manages it needs its monitor meanwhile.
+            Some(_) => Monitor::Of(self.guests.clone(), guest.name().to_owned()),
+            None => Monitor::Held(self.lease.qmp().clone()),
+        };
         async move {
             let incoming = incoming.ok_or(DestinationQemuError::Order("Complete without Start"))?;
             let loaded = match (serving, note, page_server) {
                 (Some(serving), Some(note), Some(server)) => {
                     let guest = Loading {
                         incoming,
-                        qmp,
+                        monitor,
                         server: server.connection,
                         state: &state,
                         guest: guest.name(),

@@ -2,9 +2,7 @@
 
 use longhaul_api::{ApiError, ErrorCode, Strategy as Choice};
 use longhaul_engine::strategy::Strategy;
-use longhaul_hypervisor::Guest;
 use longhaul_protocol::disk::Pulled;
-use longhaul_protocol::guest::Manager;
 
 /// Returns the engine's row for a strategy of the memory.
 pub(crate) fn of_memory(strategy: Choice) -> Strategy {
@@ -33,22 +31,6 @@ pub(crate) fn check_keeping(strategy: Choice, keeps: bool) -> Result<(), ApiErro
                 at the destination before the guest runs there";
     let hint = "leave out --keep-memory, or choose --strategy hybrid, postcopy or auto";
     Err(ApiError::new(ErrorCode::InvalidRequest, text).hint(hint))
-}
-
-/// Returns the program that manages a guest, if memory of its guests never follows.
-pub(crate) fn follows_not(guest: &Guest) -> Option<Manager> {
-    guest.owner().manager().filter(|by| *by == Manager::Proxmox)
-}
-
-/// Returns why the memory of a guest cannot follow by a strategy that needs it to.
-pub(crate) fn cannot_follow(guest: &Guest, strategy: Choice) -> Option<ApiError> {
-    let by = follows_not(guest)?;
-    let needs = matches!(strategy, Choice::Hybrid | Choice::Postcopy);
-    needs.then(|| {
-        let text = format!("memory of guests of {by} cannot follow yet");
-        let hint = "leave out --strategy: all of it then travels before the guest runs there";
-        ApiError::new(ErrorCode::Refused, text).hint(hint)
-    })
 }
 
 /// Returns the refusal of a destination that does not know of memory that follows.

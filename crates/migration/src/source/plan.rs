@@ -13,9 +13,7 @@ use crate::source::files::{self, AskError, Held, Question};
 use crate::source::known_content::{self, Sample};
 use crate::source::local_disks::{self, Known, LocalDisk, may_be_left};
 use crate::source::losses;
-use crate::source::memory_strategy::{
-    cannot_follow, check_keeping, follows_by, follows_not, too_old_to_follow,
-};
+use crate::source::memory_strategy::{check_keeping, follows_by, too_old_to_follow};
 use crate::source::prediction::{Asking, Holds, Look, predict};
 use crate::source::qemu::{SourceQemu, SourceQemuError};
 use crate::source::sample;
@@ -452,10 +450,6 @@ async fn ask_there(
     plan: &mut Plan,
 ) -> (Option<Control>, Vec<String>, bool) {
     let host = &candidate.host.name;
-    let unfollowed = cannot_follow(&candidate.guest, strategy);
-    if follows_not(&candidate.guest).is_some() {
-        question.follows = Pulled::Nothing;
-    }
     let control = match context.endpoint.connect(host).await {
         Ok(control) => control,
         Err(error) => {
@@ -482,8 +476,6 @@ async fn ask_there(
         plan.checks
             .push(refused("strategy", too_old_to_follow(host, software)));
     }
-    plan.checks
-        .extend(unfollowed.map(|error| refused("strategy", error)));
     let mut may_follow = question.follows != Pulled::Nothing;
     let mut asked = files::ask(context, &control, &question, disks, &mut held, brought).await;
     if let (Strategy::Auto, Ok(with)) = (strategy, &asked)

@@ -17,9 +17,7 @@ use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
 use crate::source::files::{self, AskError, Asked as Answered, Held, Question};
 use crate::source::local_disks::{self, Known, may_be_left};
-use crate::source::memory_strategy::{
-    cannot_follow, check_keeping, follows_by, follows_not, of_memory, too_old_to_follow,
-};
+use crate::source::memory_strategy::{check_keeping, follows_by, of_memory, too_old_to_follow};
 use crate::source::plan;
 use crate::source::prediction::Look;
 use crate::source::qemu::{SourceQemu, SourceQemuError};
@@ -245,7 +243,7 @@ impl Preparing {
             .filter_map(|disk| disk.offered.base.as_mut());
         bases.for_each(|base| base.lazily = self.request.bases == BaseChoice::Lazy);
         outbound.take_along(local);
-        let may_follow = self.is_auto() && follows && follows_not(guest).is_none();
+        let may_follow = self.is_auto() && follows;
         outbound.moves_by(of_memory(self.request.strategy), may_follow);
         let memory_follows = outbound.follows() != Pulled::Nothing;
         if self.request.keep_memory && memory_follows {
@@ -498,9 +496,6 @@ impl Preparing {
         let Some(by) = guest.owner().manager() else {
             return Ok(None);
         };
-        if let Some(error) = cannot_follow(guest, self.request.strategy) {
-            return Err(error);
-        }
         let begun = self.source.parts.guests.begin(guest, lease).await;
         let Cookie(cookie) = begun.map_err(|error| {
             let text = format!("{by} does not let {} go: {error}", guest.name());

@@ -335,6 +335,7 @@ impl Proxmox {
             sender: None,
             stops: false,
             before,
+            locked: false,
             began_ns: 0,
             process: None,
             volumes: expected.places.clone(),
@@ -517,17 +518,15 @@ impl Proxmox {
             }
         }
         // The guest is this host's, so what fails from here on is not a part of the move.
-        let file = node::read(&node::config_path(note.id)).unwrap_or_default();
-        let config = GuestConfig::read(&file.unwrap_or_default());
-        if config.is_ok_and(|config| config.lock() == Some(LOCK)) {
-            let unlocked = node::run("qm", &["unlock", &number], CHANGE_TIMEOUT).await;
-            if let Err(error) = unlocked {
-                tracing::error!(guest = name, %error, "it stays locked: qm unlock {number}");
-            }
+        if !commit.follows
+            && let Err(error) = unlock(note.id).await
+        {
+            tracing::error!(guest = name, %error, "it stays locked: qm unlock {number}");
         }
         let noted = self.notes.change(name, |note| {
             note.role = Role::Here;
             note.generation = commit.generation;
+            note.locked = commit.follows;
             note.before = None;
             // They are the guest's.
             note.allocated.clear();
@@ -536,6 +535,21 @@ impl Proxmox {
             tracing::error!(guest = name, %error, "cannot note the generation");
         }
         Ok(())
+    }
+
+    /// Unlocks a guest whose memory has followed it.
+    pub(super) async fn unlock_arrived(&self, name: &str) {
+        let note = self.notes.read(name).unwrap_or_default();
+        let Some(note) = note.filter(|note| note.role == Role::Here && note.locked) else {
+            return;
+        };
+        if let Err(error) = unlock(note.id).await {
+            let id = note.id;
+            tracing::error!(guest = name, %error, "it stays locked: qm unlock {id}");
+        }
+        if let Err(error) = self.notes.change(name, |note| note.locked = false) {
+            tracing::error!(guest = name, %error, "cannot note that it is unlocked");
+        }
     }
 
     /// Lets a guest run that its QEMU has just loaded.
@@ -611,6 +625,18 @@ impl Proxmox {
         }
         Ok(())
     }
+}
+
+/// Removes the lock of a move, if a guest has it.
+async fn unlock(id: VmId) -> Result<(), String> {
+    let file = node::read(&node::config_path(id)).unwrap_or_default();
+    let config = GuestConfig::read(&file.unwrap_or_default());
+    if config.is_ok_and(|config| config.lock() == Some(LOCK)) {
+        let number = id.to_string();
+        let unlocked = node::run("qm", &["unlock", &number], CHANGE_TIMEOUT).await;
+        unlocked.map_err(text)?;
+    }
+    Ok(())
 }
 
 /// Returns whether a guest is one of another node of this node's cluster.

@@ -86,6 +86,7 @@ impl Proxmox {
             generation: guest.generation(),
             sender: None,
             stops: false,
+            locked: false,
             before: None,
             began_ns: now_ns(),
             process: node::running(id).map_err(text)?.map(|it| it.process),
