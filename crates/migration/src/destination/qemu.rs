@@ -128,7 +128,9 @@ impl DestinationQemuError {
         };
         let hint = match &self {
             Self::Different(list) => list.first().map(|first| first.hint.clone()),
-            Self::CannotFollow(_) => Some(USERFAULTFD_HINT.to_owned()),
+            Self::CannotFollow(_) => {
+                Some(format!("{USERFAULTFD_HINT}; or choose --strategy precopy"))
+            }
             _ => None,
         };
         Refusal {
