@@ -440,7 +440,7 @@ const LIST: &[(&str, &str, usize, Shown)] = &[
     (
         "source/plan.rs",
         "ask_there",
-        4,
+        3,
         Passes("shows a refusal in a plan"),
     ),
     (
@@ -474,12 +474,6 @@ const LIST: &[(&str, &str, usize, Shown)] = &[
         Passes("shows a refusal in a plan"),
     ),
     ("source/candidate.rs", "candidate", 1, InPlan(DOMAINS)),
-    (
-        "source/memory_strategy.rs",
-        "cannot_follow",
-        1,
-        InPlan(DOMAINS),
-    ),
     ("source/prepare.rs", "ask", 1, InPlan(READ_ONLY)),
     ("source/prepare.rs", "ask_if", 1, InPlan(READ_ONLY)),
     (

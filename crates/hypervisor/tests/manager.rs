@@ -61,6 +61,7 @@ async fn an_arriving_guest_is_launched_committed_and_aborted() {
     let commit = Commit {
         generation: 2,
         runs: false,
+        follows: false,
         cookie: Default::default(),
     };
     let committed = manager.commit(&guest, Some(&lease), commit).await;
@@ -111,6 +112,7 @@ async fn a_commit_without_an_answer_is_repeated_by_the_next_agent() {
     let commit = Commit {
         generation: 2,
         runs: true,
+        follows: false,
         cookie: Default::default(),
     };
     let generation = || match &manager.list().unwrap()[..] {
@@ -145,6 +147,7 @@ async fn a_committed_guest_runs_and_its_generation_is_recorded() {
         let commit = Commit {
             generation,
             runs: true,
+            follows: false,
             cookie: Default::default(),
         };
         let committed = manager.commit(&guest, lease.as_ref(), commit).await;

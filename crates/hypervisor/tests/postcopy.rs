@@ -263,7 +263,8 @@ impl Moved {
         let qmp = &self.destination.qmp;
         let path = self.destination.folder.path().join("again");
         let discards = &self.discards;
-        let arriving = Arriving::recover(connected, qmp, &path, &self.prelude, discards).await;
+        let sockets = (&*path, &*path);
+        let arriving = Arriving::recover(connected, qmp, sockets, &self.prelude, discards).await;
         let arriving = arriving.unwrap().unwrap();
         assert!(
             arriving.missing() >= lost,

@@ -2,6 +2,7 @@
 //! files as `qm remote-migrate` leaves them.
 
 mod arrival;
+mod commit;
 mod departure;
 mod handoff;
 mod volumes;

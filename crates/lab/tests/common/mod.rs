@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 /// Linux with two processors sometimes loses a timer during a boot under TCG, and waits for it
 /// forever: one of sixty boots by QEMU 10.0, without any involvement of Longhaul. Such a guest is
-/// restarted after this time without a heartbeat, or where it has one and never starts its workload.
+/// restarted after this time without a heartbeat, or if it has one and never starts its workload.
 const BOOT_LIMIT: Duration = Duration::from_secs(100);
 const BOOTS: usize = 4;
 /// Filling more takes minutes without KVM.

@@ -76,7 +76,10 @@ fn keeps_memory_from_following(
 /// Returns the version of an emulator, major and minor.
 fn version_of(emulator: &str) -> Option<[u64; 2]> {
     let said = Command::new(emulator).arg("--version").output().ok()?;
-    let said = String::from_utf8(said.stdout).ok()?;
+    read_version(&String::from_utf8(said.stdout).ok()?)
+}
+
+fn read_version(said: &str) -> Option<[u64; 2]> {
     let (_, version) = said.lines().next()?.split_once(" version ")?;
     let mut numbers = version.split(|it: char| !it.is_ascii_digit());
     let mut number = || numbers.next()?.parse().ok();
@@ -187,6 +190,29 @@ impl Libvirt {
         match follows {
             true => keeps_memory_from_following(&guest.name, &connection, with.emulator),
             false => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_emulator_s_version_is_read() {
+        let debian = "QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)\nCopyright …\n";
+        assert_eq!(read_version(debian), Some([7, 2]));
+        assert_eq!(
+            read_version("QEMU emulator version 11.1.0\n"),
+            Some([11, 1])
+        );
+        for nothing in [
+            "",
+            "QEMU\n",
+            "QEMU emulator version \n",
+            "a version of QEMU",
+        ] {
+            assert_eq!(read_version(nothing), None, "{nothing:?}");
         }
     }
 }

@@ -124,7 +124,9 @@ impl Libvirt {
         tokio::spawn(async move {
             match finishing.await {
                 Ok(Ok(())) => tracing::info!(guest = name, "libvirt has ended its post-copy"),
-                Ok(Err(error)) => tracing::warn!(guest = name, %error, "it runs"),
+                Ok(Err(error)) => {
+                    tracing::warn!(guest = name, %error, "its post-copy ends without libvirt");
+                }
                 Err(error) => tracing::error!(guest = name, %error, "a part of the agent broke"),
             }
             manager.define_now(&name).await;

@@ -2,7 +2,7 @@
 
 use super::departure::LOCK;
 use super::volumes::NewVolume;
-use super::{CHANGE_TIMEOUT, Handoff, Proxmox, RUN_TIMEOUT, START_TIMEOUT, lock};
+use super::{CHANGE_TIMEOUT, Handoff, Proxmox, START_TIMEOUT, lock};
 use crate::accept;
 use crate::config::GuestConfig;
 use crate::device::{Card, Content, Drive, is_card, is_drive, is_state};
@@ -13,9 +13,9 @@ use crate::storage::Storage;
 use longhaul_hypervisor::Guest;
 use longhaul_hypervisor::config::VolumeContent;
 use longhaul_hypervisor::manager::{
-    Commit, CommitError, Cookie, Found, IncomingGuest, LaunchIncomingError, Launched, Lease,
+    Cookie, Found, IncomingGuest, LaunchIncomingError, Launched, Lease,
 };
-use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_protocol::guest::{Disk, GuestDescription, Managed};
 use longhaul_protocol::message::{Check, Verdict};
 use std::collections::{BTreeMap, BTreeSet};
@@ -480,117 +480,6 @@ impl Proxmox {
         }
     }
 
-    /// Gives an arrived guest to this host, and lets it run.
-    pub(super) async fn commit_guest(
-        &self,
-        guest: &Guest,
-        lease: Option<&Lease>,
-        commit: Commit,
-    ) -> Result<(), CommitError> {
-        let unknown = |error: &dyn Display| CommitError::Unknown(error.to_string());
-        let name = guest.name();
-        let note = self.notes.read(name).map_err(|error| unknown(&error))?;
-        let Some(note) = note else {
-            return Err(unknown(&"there is no note about it"));
-        };
-        let noted = self.notes.change(name, |note| note.role = Role::Commits);
-        if let Err(error) = noted {
-            return Err(match lease {
-                Some(_) => CommitError::Refused(error.to_string()),
-                None => unknown(&error),
-            });
-        }
-        let number = note.id.to_string();
-        if commit.runs {
-            let runs = match lease {
-                Some(lease) => self.resume(name, &number, lease).await,
-                None => self
-                    .resume_found(name, note.id)
-                    .await
-                    .map_err(|e| unknown(&e)),
-            };
-            // A later agent repeats what has no answer.
-            if runs.is_err() && lease.is_some() {
-                return runs;
-            }
-            if let Err(error) = runs {
-                tracing::error!(guest = name, %error, "it may not run");
-            }
-        }
-        // The guest is this host's, so what fails from here on is not a part of the move.
-        if !commit.follows
-            && let Err(error) = unlock(note.id).await
-        {
-            tracing::error!(guest = name, %error, "it stays locked: qm unlock {number}");
-        }
-        let noted = self.notes.change(name, |note| {
-            note.role = Role::Here;
-            note.generation = commit.generation;
-            note.locked = commit.follows;
-            note.before = None;
-            // They are the guest's.
-            note.allocated.clear();
-        });
-        if let Err(error) = noted {
-            tracing::error!(guest = name, %error, "cannot note the generation");
-        }
-        Ok(())
-    }
-
-    /// Unlocks a guest whose memory has followed it.
-    pub(super) async fn unlock_arrived(&self, name: &str) {
-        let note = self.notes.read(name).unwrap_or_default();
-        let Some(note) = note.filter(|note| note.role == Role::Here && note.locked) else {
-            return;
-        };
-        if let Err(error) = unlock(note.id).await {
-            let id = note.id;
-            tracing::error!(guest = name, %error, "it stays locked: qm unlock {id}");
-        }
-        if let Err(error) = self.notes.change(name, |note| note.locked = false) {
-            tracing::error!(guest = name, %error, "cannot note that it is unlocked");
-        }
-    }
-
-    /// Lets a guest run that its QEMU has just loaded.
-    async fn resume(&self, name: &str, number: &str, lease: &Lease) -> Result<(), CommitError> {
-        let arguments = ["resume", number, "--skiplock", "--nocheck"];
-        let resumed = self.run_beside(name, &arguments, RUN_TIMEOUT).await;
-        let Err(error) = resumed else {
-            return Ok(());
-        };
-        // Only QEMU knows whether it has run.
-        let waits = waits(lease.qmp()).await;
-        match waits {
-            Ok(true) => {
-                if let Err(error) = self.notes.change(name, |note| note.role = Role::Arrives) {
-                    tracing::error!(guest = name, %error, "cannot note that it waits");
-                }
-                Err(CommitError::Refused(error.to_string()))
-            }
-            Ok(false) => {
-                tracing::warn!(guest = name, %error, "it runs");
-                Ok(())
-            }
-            Err(why) => Err(CommitError::Unknown(format!("{error}; {why}"))),
-        }
-    }
-
-    /// Lets a guest run that an earlier agent may have committed.
-    async fn resume_found(&self, name: &str, id: VmId) -> Result<(), String> {
-        if node::running(id).map_err(text)?.is_none() {
-            return Ok(());
-        }
-        let lease = self.open(name, id, COMMAND_TIMEOUT).await.map_err(text)?;
-        if !waits(lease.qmp()).await? {
-            return Ok(());
-        }
-        let number = id.to_string();
-        let arguments = ["resume", &number, "--skiplock", "--nocheck"];
-        let resumed = self.run_beside(name, &arguments, RUN_TIMEOUT).await;
-        resumed.map(drop).map_err(text)
-    }
-
     /// Ends the QEMU of a guest that does not come, and removes what was made for it.
     pub(super) async fn end_arriving(&self, name: &str) -> Result<(), String> {
         let note = self.notes.read(name).map_err(text)?;
@@ -627,18 +516,6 @@ impl Proxmox {
     }
 }
 
-/// Removes the lock of a move, if a guest has it.
-async fn unlock(id: VmId) -> Result<(), String> {
-    let file = node::read(&node::config_path(id)).unwrap_or_default();
-    let config = GuestConfig::read(&file.unwrap_or_default());
-    if config.is_ok_and(|config| config.lock() == Some(LOCK)) {
-        let number = id.to_string();
-        let unlocked = node::run("qm", &["unlock", &number], CHANGE_TIMEOUT).await;
-        unlocked.map_err(text)?;
-    }
-    Ok(())
-}
-
 /// Returns whether a guest is one of another node of this node's cluster.
 fn is_of_this_cluster(id: VmId, name: &str) -> io::Result<bool> {
     let files = node::elsewhere(id)?;
@@ -657,16 +534,6 @@ fn remove_if_there(path: &Path) -> Result<(), String> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(text(error)),
         _ => Ok(()),
-    }
-}
-
-/// Returns whether QEMU waits for the order to run its guest.
-async fn waits(qmp: &Qmp) -> Result<bool, String> {
-    let status = qmp.query("query-status").await.map_err(text)?;
-    match status["status"].as_str() {
-        Some("paused" | "inmigrate" | "prelaunch" | "postmigrate" | "finish-migrate") => Ok(true),
-        Some(_) => Ok(false),
-        None => Err("QEMU does not say what its guest does".to_owned()),
     }
 }
 

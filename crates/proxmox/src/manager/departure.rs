@@ -342,6 +342,7 @@ mod tests {
             generation: 1,
             sender: None,
             stops: true,
+            locked: false,
             before: None,
             began_ns: 1,
             process: Some(process.clone()),
