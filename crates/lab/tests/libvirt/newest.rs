@@ -1,11 +1,14 @@
 //! The newest libvirt, with the newest QEMU.
 
 use crate::{agents, deaths, phases};
+use longhaul_lab::installed;
 use longhaul_lab::libvirt::Release;
 
 #[test]
 fn phases_move_a_domain_there_and_back() {
-    phases::move_a_domain_there_and_back(Release::Newest);
+    if installed::is_its_day(1, 2) {
+        phases::move_a_domain_there_and_back(Release::Newest);
+    }
 }
 
 #[test]
