@@ -268,6 +268,9 @@ impl Relay {
 /// decides where the guest is.
 #[test]
 fn a_domain_survives_the_death_of_a_daemon_in_finish() {
+    if !installed::is_its_day(0, 2) {
+        return;
+    }
     let Some(mut stage) = Stage::build("finish", Release::Installed) else {
         return;
     };

@@ -142,6 +142,7 @@ pub(crate) fn move_a_domain_there_and_back(release: Release) {
         return;
     };
     stage.start_guest();
+    stage.calm_guest();
     let version = stage.connect(0).version().unwrap();
     let [major, minor, release] = version;
     assert_eq!(
@@ -188,6 +189,7 @@ fn a_migration_that_is_given_up_leaves_the_guest() {
         return;
     };
     stage.start_guest();
+    stage.calm_guest();
     let running = [Some(DomainState::Running), None];
     // It is given up by the caller, with the phases that are left,
     let phases = Phases::begin(&stage, [0, 1]);

@@ -2,6 +2,7 @@
 
 use super::{DISK_BYTES, GUEST, ID, LIMIT, Stage};
 use longhaul_api::Phase;
+use longhaul_lab::installed;
 use longhaul_lab::process::wait_until;
 use longhaul_lab::proxmox::{Version, create_volume};
 use serde_json::json;
@@ -13,6 +14,9 @@ const LINKS: [&str; 2] = ["100mbit,4ms", "1mbit,4ms"];
 /// The guest runs, locked, while its memory follows. Either agent may die meanwhile.
 #[test]
 fn memory_follows_a_guest_in_spite_of_deaths() {
+    if !installed::is_its_day(0, 2) {
+        return;
+    }
     let Some(mut stage) = Stage::build("following", Version::Nine) else {
         return;
     };
