@@ -30,6 +30,8 @@ use std::time::{Duration, Instant};
 
 /// Pages given at once.
 const BATCH: usize = 64;
+/// The time limit for a guest to ask for a page, on any slow machine.
+const FAULT_LIMIT: Duration = Duration::from_secs(120);
 const SOCKET: &str = "LONGHAUL_TEST_PAGE_SERVER";
 
 /// Not a test, but the process that the other tests run.
@@ -173,7 +175,7 @@ impl Moved {
     /// Serves what the guest waits for until the devices are loaded.
     async fn loaded(&mut self) {
         loop {
-            let event = tokio::time::timeout(LIMIT, self.arriving.next_event()).await;
+            let event = tokio::time::timeout(FAULT_LIMIT, self.arriving.next_event()).await;
             match event.expect("an event").unwrap() {
                 ArrivingEvent::Loaded(loaded) => {
                     println!(
@@ -221,14 +223,26 @@ impl Moved {
     async fn serve_for(&mut self, time: Duration) {
         let end = Instant::now() + time;
         while let Some(left) = end.checked_duration_since(Instant::now()) {
-            let Ok(event) = tokio::time::timeout(left, self.arriving.next_event()).await else {
-                return;
-            };
-            match event.unwrap() {
-                ArrivingEvent::Request(request) => self.serve(request),
-                ArrivingEvent::Taken => {}
-                ArrivingEvent::Loaded(_) => panic!("loaded twice"),
+            match tokio::time::timeout(left, self.arriving.next_event()).await {
+                Ok(event) => self.heard(event.unwrap()),
+                Err(_) => return,
             }
+        }
+    }
+
+    /// Serves what the guest waits for until it has waited so often.
+    async fn serve_until_faults(&mut self, faults: usize) {
+        while self.faults < faults {
+            let event = tokio::time::timeout(FAULT_LIMIT, self.arriving.next_event()).await;
+            self.heard(event.expect("it does not run").unwrap());
+        }
+    }
+
+    fn heard(&mut self, event: ArrivingEvent) {
+        match event {
+            ArrivingEvent::Request(request) => self.serve(request),
+            ArrivingEvent::Taken => {}
+            ArrivingEvent::Loaded(_) => panic!("loaded twice"),
         }
     }
 
@@ -351,13 +365,11 @@ async fn a_guest_runs_on_the_pages_that_it_asks_for() {
             moved.loaded().await;
             moved.destination.qmp.query("cont").await.unwrap();
             // The agent ends while the guest still asks for pages, then the page server, and again.
-            moved.serve_for(Duration::from_millis(20)).await;
+            moved.serve_until_faults(1).await;
             let before = moved.faults;
-            assert!((1..3000).contains(&before), "{before} faults");
+            assert!(before < 3000, "{before} faults");
             let mut moved = moved.reconnect().await.recover().await;
-            moved.serve_for(Duration::from_millis(500)).await;
-            let faults = moved.faults - before;
-            assert!(faults > 20, "it does not run: {faults} faults");
+            moved.serve_until_faults(before + 21).await;
             assert!(moved.arriving.missing() > 1000, "it waits for all of it");
             let moved = moved.recover().await.reconnect().await;
             let (destination, memory, from) = moved.finish().await;

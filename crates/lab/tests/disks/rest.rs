@@ -3,6 +3,7 @@
 
 use crate::stage::{Failing, GUEST, LIMIT, Stage};
 use longhaul_api::{Phase, Progress, RegionProgress, Report};
+use longhaul_lab::installed;
 use longhaul_lab::process::wait_until;
 use longhaul_lab::product::Move;
 use longhaul_storage::front::arriving::masks::Masks;
@@ -177,6 +178,9 @@ fn a_cut_while_something_is_left_is_a_pause() {
 /// nothing.
 #[test]
 fn what_is_left_comes_when_there_is_room_and_can_be_read() {
+    if !installed::is_its_day(0, 2) {
+        return;
+    }
     let Some(mut stage) = Stage::failing("10.0", "20mbit,2ms", "100m") else {
         return;
     };
