@@ -30,7 +30,7 @@ use std::thread;
 use std::time::Duration;
 
 /// The time limit of every step, on any slow machine.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(300);
 
 /// The options of `lab guests`.
 #[derive(Debug, Clone, Default, clap::Args)]
