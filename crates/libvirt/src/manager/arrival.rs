@@ -65,7 +65,7 @@ fn keeps_memory_from_following(
         },
         false => ("libvirt", "10.1"),
     };
-    let why = format!("{what} is older than {newer}, so its QEMU cannot use userfaultfd");
+    let why = format!("{what} is older than {newer}, so the guest's QEMU cannot use userfaultfd");
     let hint = format!(
         "set vm.unprivileged_userfaultfd = 1 there, or update {what} to {newer} or later; or leave \
          out --strategy"

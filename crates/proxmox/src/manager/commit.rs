@@ -72,13 +72,19 @@ impl Proxmox {
 
     /// Unlocks a guest whose memory has followed it.
     pub(super) async fn unlock_arrived(&self, name: &str) {
-        let note = self.notes.read(name).unwrap_or_default();
-        let Some(note) = note.filter(|note| note.role == Role::Here && note.locked) else {
+        let note = match self.notes.read(name) {
+            Ok(note) => note.filter(|note| note.role == Role::Here && note.locked),
+            Err(error) => {
+                return tracing::error!(guest = name, %error, "the note about it cannot be read");
+            }
+        };
+        let Some(note) = note else {
             return;
         };
         if let Err(error) = unlock(note.id).await {
+            // A later agent tries again.
             let id = note.id;
-            tracing::error!(guest = name, %error, "it stays locked: qm unlock {id}");
+            return tracing::error!(guest = name, %error, "it stays locked: qm unlock {id}");
         }
         if let Err(error) = self.notes.change(name, |note| note.locked = false) {
             tracing::error!(guest = name, %error, "cannot note that it is unlocked");
@@ -127,9 +133,9 @@ impl Proxmox {
 
 /// Removes the lock of a move, if a guest has it.
 async fn unlock(id: VmId) -> Result<(), String> {
-    let file = node::read(&node::config_path(id)).unwrap_or_default();
-    let config = GuestConfig::read(&file.unwrap_or_default());
-    if config.is_ok_and(|config| config.lock() == Some(LOCK)) {
+    let file = node::read(&node::config_path(id)).map_err(text)?;
+    let config = GuestConfig::read(&file.unwrap_or_default()).map_err(text)?;
+    if config.lock() == Some(LOCK) {
         let number = id.to_string();
         let unlocked = node::run("qm", &["unlock", &number], CHANGE_TIMEOUT).await;
         unlocked.map_err(text)?;
