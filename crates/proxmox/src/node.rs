@@ -106,6 +106,28 @@ pub async fn volumes(storage: &str, id: VmId) -> Result<Vec<String>, CommandErro
     Ok(volumes.map(str::to_owned).collect())
 }
 
+/// Returns the size of the extents of a volume group of LVM, in bytes.
+///
+/// # Errors
+/// When LVM cannot be asked.
+pub async fn extent_bytes(group: &str) -> Result<u64, CommandError> {
+    let arguments = [
+        "--noheadings",
+        "--nosuffix",
+        "--units",
+        "b",
+        "-o",
+        "vg_extent_size",
+        group,
+    ];
+    let said = run("vgs", &arguments, LIST_TIMEOUT).await?;
+    let bytes = said.parse().ok().filter(|bytes: &u64| *bytes > 0);
+    bytes.ok_or_else(|| CommandError::Failed {
+        command: format!("vgs {}", arguments.join(" ")),
+        said: format!("it says {said:?}"),
+    })
+}
+
 /// Returns whether this host is a node of Proxmox VE.
 pub fn is_there() -> bool {
     guests_folder().is_dir()

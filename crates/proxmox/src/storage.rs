@@ -122,10 +122,7 @@ impl Storage {
             return None;
         }
         match self.kind.as_str() {
-            "lvm" | "lvmthin" => {
-                let group = self.option("vgname").filter(|group| is_file(group))?;
-                Some(Path::new("/dev").join(group).join(volume))
-            }
+            "lvm" | "lvmthin" => Some(Path::new("/dev").join(self.group()?).join(volume)),
             "zfspool" => {
                 let pool = self.option("pool")?;
                 let sound = pool.split('/').all(is_file);
@@ -157,6 +154,24 @@ impl Storage {
                  lvmthin and zfspool"
             )
         })
+    }
+
+    /// Returns its volume group of LVM, if it has one.
+    pub fn group(&self) -> Option<&str> {
+        let has_group = ["lvm", "lvmthin"].contains(&self.kind.as_str());
+        let group = self.option("vgname").filter(|group| is_file(group));
+        group.filter(|_| has_group)
+    }
+
+    /// Returns what the sizes of its volumes are multiples of, in bytes, if they are not files:
+    /// extents of LVM, where its volume group does not say otherwise, or what Proxmox VE rounds
+    /// volumes of ZFS to.
+    pub fn unit(&self) -> Option<u64> {
+        match self.kind.as_str() {
+            "lvm" | "lvmthin" => Some(4 << 20),
+            "zfspool" => Some(1 << 20),
+            _ => None,
+        }
     }
 
     /// Returns whether its volumes are block devices that have to be allocated.

@@ -1,7 +1,7 @@
 //! A guest that arrives: its file is made here, and `qm start --stateuri` starts its QEMU.
 
 use super::departure::LOCK;
-use super::volumes::NewVolume;
+use super::volumes::{NewVolume, misfit};
 use super::{CHANGE_TIMEOUT, Handoff, Proxmox, START_TIMEOUT, lock};
 use crate::accept;
 use crate::config::GuestConfig;
@@ -255,7 +255,10 @@ impl Proxmox {
     /// Returns what keeps a guest from coming here.
     pub(super) fn obstacle(&self, guest: &GuestDescription, outlook: &[u8]) -> Option<Check> {
         let found = match Handoff::unpack(outlook) {
-            Ok(handoff) => self.accept(guest, &handoff).err()?.to_string(),
+            Ok(handoff) => match self.accept(guest, &handoff) {
+                Ok((expected, _)) => misfit(&handoff, &expected)?,
+                Err(error) => error.to_string(),
+            },
             Err(error) => error.to_string(),
         };
         Some(Check {
@@ -617,6 +620,7 @@ unused0: local:100/vm-100-disk-9.raw
             config: config.to_owned(),
             machine: "pc-q35-9.2+pve1".to_owned(),
             firewall: None,
+            sizes: BTreeMap::new(),
         }
     }
 

@@ -4,17 +4,19 @@ use super::arrival::text;
 use super::{CHANGE_TIMEOUT, Handoff, Proxmox, RUN_TIMEOUT, lock};
 use crate::accept;
 use crate::config::GuestConfig;
-use crate::device::{Content, Drive, is_state};
+use crate::device::{Content, Drive, is_drive, is_state};
 use crate::names::VmId;
 use crate::node;
 use crate::notes::{Note, Role};
+use crate::storage::format_of;
 use longhaul_hypervisor::Guest;
+use longhaul_hypervisor::config::ImageFormat;
 use longhaul_hypervisor::manager::{AbortError, Lease, Stays};
 use longhaul_hypervisor::memory::{self, Continuation, Settings};
 use longhaul_hypervisor::process::Process;
-use std::collections::BTreeSet;
-use std::fs;
-use std::io;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io::{self, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -310,6 +312,7 @@ fn handoff(
     let shown = running.machine().unwrap_or_default();
     // The version of Proxmox VE's, which the machine has beside QEMU's.
     let version = shown.split_once('+').map(|(_, version)| version);
+    let sizes = sizes(&config)?;
     Ok(Handoff {
         vmid: id,
         config: config.to_string(),
@@ -318,7 +321,24 @@ fn handoff(
             None => machine.to_owned(),
         },
         firewall: node::read(&node::firewall_path(id)).map_err(text)?,
+        sizes,
     })
+}
+
+/// Returns the sizes of a guest's raw volumes in bytes, by their drives. One that cannot be opened
+/// is reported where it is moved.
+fn sizes(config: &GuestConfig) -> Result<BTreeMap<String, u64>, String> {
+    let storages = node::storages().map_err(text)?;
+    let drives = config.settings().filter(|(key, _)| is_drive(key));
+    let sizes = drives.filter_map(|(key, value)| match Drive::read(value)?.content {
+        Content::Volume { storage, name } if format_of(name) == Some(ImageFormat::Raw) => {
+            let path = storages.get(storage)?.path(name)?;
+            let size = File::open(path).and_then(|mut file| file.seek(SeekFrom::End(0)));
+            Some((key.to_owned(), size.ok()?))
+        }
+        Content::Volume { .. } | Content::Empty | Content::HostDrive | Content::Path(_) => None,
+    });
+    Ok(sizes.collect())
 }
 
 #[cfg(test)]
@@ -346,7 +366,7 @@ mod tests {
             before: None,
             began_ns: 1,
             process: Some(process.clone()),
-            volumes: std::collections::BTreeMap::new(),
+            volumes: BTreeMap::new(),
             allocated: BTreeSet::new(),
             states: BTreeSet::new(),
         };

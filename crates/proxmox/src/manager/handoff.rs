@@ -1,9 +1,11 @@
 //! What the agents of the two ends tell each other about a guest that moves.
 
 use crate::config::BYTES_MAX;
+use crate::device::is_drive;
 use crate::names::{VMID_MAX, VMID_MIN, VmId};
 use longhaul_hypervisor::manager::Cookie;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// The maximum length of a machine type, in bytes.
 const MACHINE_BYTES_MAX: usize = 64;
@@ -20,6 +22,9 @@ pub struct Handoff {
     pub machine: String,
     /// The rules of its firewall, if it has any.
     pub firewall: Option<String>,
+    /// The sizes of its raw volumes in bytes, by their drives.
+    #[serde(default)]
+    pub sizes: BTreeMap<String, u64>,
 }
 
 /// Why the other host's part is not understood.
@@ -58,6 +63,9 @@ impl Handoff {
         {
             return refuse("its firewall's rules are no text");
         }
+        if !handoff.sizes.keys().all(|drive| is_drive(drive)) {
+            return refuse("a size is of no drive");
+        }
         Ok(handoff)
     }
 }
@@ -82,6 +90,7 @@ mod tests {
             config: "name: web\n".to_owned(),
             machine: "pc-q35-9.2+pve1".to_owned(),
             firewall: Some("[OPTIONS]\nenable: 1\n".to_owned()),
+            sizes: [("virtio0".to_owned(), 1 << 30)].into(),
         };
         assert_eq!(Handoff::unpack(&handoff.pack().0), Ok(handoff.clone()));
         let wrong = [
@@ -95,6 +104,10 @@ mod tests {
             },
             Handoff {
                 firewall: Some("\u{0}".to_owned()),
+                ..handoff.clone()
+            },
+            Handoff {
+                sizes: [("args".to_owned(), 1)].into(),
                 ..handoff
             },
         ];

@@ -211,7 +211,7 @@ impl Proxmox {
             // The guest would see another disk.
             false => Err(format!(
                 "{} has {size} bytes, and the disk has {bytes} (at its source: qm disk resize to \
-                 a multiple of 4 MiB)",
+                 what the storage can have)",
                 new.id()
             )),
         }
@@ -331,6 +331,42 @@ impl Proxmox {
             noted.map_err(text)?;
         }
         Ok(())
+    }
+}
+
+/// Returns why a volume cannot have the size that the disk has at the source, if one cannot.
+pub(super) fn misfit(handoff: &Handoff, expected: &Expected) -> Option<String> {
+    let storages = node::storages().ok()?;
+    expected.new.iter().find_map(|(image, new)| {
+        let drive = VolumeName::read(image)?.drive;
+        let bytes = *handoff.sizes.get(&drive)?;
+        let unit = unit_of(storages.get(&new.storage)?)?;
+        (bytes % unit != 0).then(|| {
+            let (storage, mib) = (&new.storage, unit >> 20);
+            let next = bytes.div_ceil(unit) * mib;
+            format!(
+                "{drive} has {bytes} bytes, and volumes of storage {storage} have multiples of \
+                 {mib} MiB (at its source: qm disk resize {} {drive} {next}M)",
+                handoff.vmid
+            )
+        })
+    })
+}
+
+/// Returns what the sizes of a storage's volumes are multiples of, in bytes.
+fn unit_of(storage: &Storage) -> Option<u64> {
+    let Some(group) = storage.group() else {
+        return storage.unit();
+    };
+    let asked =
+        block_in_place(|| tokio::runtime::Handle::current().block_on(node::extent_bytes(group)));
+    match asked {
+        Ok(bytes) => Some(bytes),
+        Err(error) => {
+            // Its default.
+            tracing::info!(%error, group, "the size of its extents is not known");
+            storage.unit()
+        }
     }
 }
 
