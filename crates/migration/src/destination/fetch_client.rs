@@ -29,6 +29,9 @@ pub(crate) struct News {
 /// A connection to the server of one disk.
 pub(crate) struct FetchClient {
     stream: UnixStream,
+    /// Held while a message is written: blocks come from the receiver of the source's frames, and
+    /// other messages from the owner.
+    writing: Mutex<()>,
     barriers: Mutex<Barriers>,
     changed: Condvar,
 }
@@ -52,6 +55,7 @@ impl FetchClient {
         stream.set_write_timeout(Some(PATIENCE))?;
         let puller = Arc::new(Self {
             stream: stream.try_clone()?,
+            writing: Mutex::default(),
             barriers: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -113,8 +117,16 @@ impl FetchClient {
     }
 
     fn say(&self, message: ToServer, content: &[u8]) -> io::Result<()> {
-        (&self.stream).write_all(&message.to_bytes())?;
-        (&self.stream).write_all(content)
+        let writing = self.writing.lock();
+        let _writing = writing.unwrap_or_else(PoisonError::into_inner);
+        let mut stream = &self.stream;
+        let said = stream.write_all(&message.to_bytes());
+        let said = said.and_then(|()| stream.write_all(content));
+        if said.is_err() {
+            // A part of the message may have been written: nothing can follow it.
+            self.end();
+        }
+        said
     }
 
     /// Reports that the file of masks is written.
@@ -175,5 +187,60 @@ impl FetchClient {
 impl Drop for FetchClient {
     fn drop(&mut self) {
         self.end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_protocol::BLOCK_SIZE;
+    use std::os::unix::net::UnixListener;
+
+    /// Content with a part of another message in it would be another content of the guest's disk.
+    #[test]
+    fn messages_of_two_threads_do_not_mix() {
+        const BLOCKS: u64 = 2000;
+        let root = tempfile::tempdir().unwrap();
+        let folder = FrontFolder::open(root.path());
+        std::fs::create_dir_all(folder.pump().parent().unwrap()).unwrap();
+        let listener = UnixListener::bind(folder.pump()).unwrap();
+        let news = mpsc::channel(1).0;
+        let client = FetchClient::connect(&folder, (RegionId(1), 1), news).unwrap();
+        let (mut server, _) = listener.accept().unwrap();
+        let content_of = |block: u64| vec![block as u8; BLOCK_SIZE];
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for block in 0..BLOCKS {
+                    let range = BlockRange::new(block, 1);
+                    client.bring(range, Some(&content_of(block))).unwrap();
+                }
+            });
+            scope.spawn(|| {
+                for block in 0..BLOCKS {
+                    let range = BlockRange::new(block, 1);
+                    client.unreadable(range).unwrap();
+                }
+            });
+            let (mut brought, mut unreadable) = (0, 0);
+            while (brought, unreadable) != (BLOCKS, BLOCKS) {
+                let mut bytes = [0; MESSAGE_BYTES];
+                server.read_exact(&mut bytes).unwrap();
+                let message = ToServer::from_bytes(&bytes).unwrap();
+                let mut content = vec![0; message.content_bytes()];
+                server.read_exact(&mut content).unwrap();
+                match message {
+                    ToServer::Blocks(range) => {
+                        assert_eq!(range, BlockRange::new(brought, 1));
+                        assert!(content == content_of(brought), "block {brought}");
+                        brought += 1;
+                    }
+                    ToServer::Unreadable(range) => {
+                        assert_eq!(range, BlockRange::new(unreadable, 1));
+                        unreadable += 1;
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+        });
     }
 }
