@@ -57,8 +57,8 @@ impl Libvirt {
         } = commit;
         let connection = lease.and_then(|_| self.of_lease(name));
         let monitor = lease.map(|lease| (lease.qmp().clone(), lease.qmp().events()));
-        let resumes = lease.filter(|_| runs && follows);
-        let resumes = resumes.map(|lease| lease.qmp().events());
+        let resumes = runs && follows;
+        let events = lease.filter(|_| resumes).map(|lease| lease.qmp().events());
         let (manager, called) = (self.clone(), name.to_owned());
         let mut finishing = spawn_blocking(move || match connection {
             Some(connection) => manager.finish(&connection, &called, cookie, (runs, follows)),
@@ -67,7 +67,7 @@ impl Libvirt {
                 found.map_err(|error| CommitError::Unknown(error.to_string()))
             }
         });
-        let finished = match resumes {
+        let finished = match events {
             Some(events) => finished_or_resumed(&mut finishing, events).await,
             None => Some((&mut finishing).await),
         };
@@ -101,9 +101,14 @@ impl Libvirt {
             }
             Err((error, _)) => return Err(error),
         }
-        match goes_on {
-            true => self.finish_later(name, finishing),
-            false => self.define_now(name).await,
+        match (goes_on, resumes) {
+            (true, _) => self.finish_later(name, finishing),
+            // Its source waits for it to run, and libvirt may be busy with it for a while.
+            (false, true) => {
+                let (manager, name) = (self.clone(), name.to_owned());
+                tokio::spawn(async move { manager.define_now(&name).await });
+            }
+            (false, false) => self.define_now(name).await,
         }
         Ok(())
     }
