@@ -13,6 +13,7 @@
 
 use crate::process::{Account, ProcessId, let_through};
 use crate::scope::Scope;
+use crate::tpm::Tpm;
 use longhaul_protocol::HostId;
 use longhaul_protocol::guest::GuestDescription;
 use nix::unistd::chown;
@@ -60,6 +61,9 @@ pub struct Record {
     /// The control socket of a QEMU that another program started.
     #[serde(default)]
     pub attached: Option<PathBuf>,
+    /// The emulated TPM, if it has one that was started for it.
+    #[serde(default)]
+    pub tpm: Option<Tpm>,
 }
 
 /// Why a socket cannot exist: its path is longer than Linux allows.
@@ -109,6 +113,12 @@ impl GuestFolder {
     pub fn name(&self) -> String {
         let name = self.path.file_name().unwrap_or_default();
         name.to_string_lossy().into_owned()
+    }
+
+    /// Returns the agent's state folder, which it is in.
+    pub(crate) fn state(&self) -> PathBuf {
+        let state = self.path.parent().and_then(Path::parent);
+        state.unwrap_or(Path::new("/")).to_owned()
     }
 
     /// Returns the folder of the sockets.
@@ -199,7 +209,7 @@ impl GuestFolder {
         DirBuilder::new().mode(0o700).create(&run)?;
         if let Some(account) = account {
             chown(&run, Some(account.uid), Some(account.gid))?;
-            let_through(parent.parent().unwrap_or(Path::new("/")))?;
+            let_through(&self.state())?;
         }
         sync(parent)
     }
@@ -268,7 +278,7 @@ fn guests(state: &Path) -> PathBuf {
 }
 
 /// Creates a folder that other users may pass through, to paths that they know.
-fn make_passable(path: &Path, with_parents: bool) -> io::Result<()> {
+pub(crate) fn make_passable(path: &Path, with_parents: bool) -> io::Result<()> {
     DirBuilder::new().recursive(with_parents).create(path)?;
     // Independent of this process's umask.
     fs::set_permissions(path, Permissions::from_mode(0o711))
@@ -324,6 +334,7 @@ mod tests {
             process: ProcessId::of(std::process::id() as i32).unwrap(),
             scope: Scope::Unit("longhaul-web-7.service".to_owned()),
             attached: None,
+            tpm: None,
         };
         folder.write_record(&record).unwrap();
         folder.write_description(&sample()).unwrap();

@@ -11,6 +11,7 @@ use crate::process::{Account, Process, ProcessId};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::scope::Scope;
 use crate::tap;
+use crate::tpm::{self, Tpm};
 use longhaul_protocol::guest::GuestDescription;
 use serde_json::json;
 use std::fs;
@@ -108,7 +109,11 @@ pub(crate) fn find(folder: GuestFolder) -> Found {
 
 fn find_by_command_line(folder: &GuestFolder) -> io::Result<Option<ProcessId>> {
     let socket = folder.qmp().to_string_lossy().replace(',', ",,");
-    let wanted = format!("socket,id=qmp,path={socket},server=on,wait=off");
+    process_with_argument(&format!("socket,id=qmp,path={socket},server=on,wait=off"))
+}
+
+/// Returns a process that has this argument in its command line.
+pub(crate) fn process_with_argument(wanted: &str) -> io::Result<Option<ProcessId>> {
     for entry in fs::read_dir("/proc")? {
         let entry = entry?;
         let name = entry.file_name();
@@ -190,6 +195,11 @@ impl RecordedGuest {
         self.folder.write_record(&self.record)
     }
 
+    pub(crate) fn set_tpm(&mut self, tpm: Tpm) -> io::Result<()> {
+        self.record.tpm = Some(tpm);
+        self.write_record()
+    }
+
     pub(crate) fn set_process(
         &mut self,
         process: Option<ProcessId>,
@@ -224,10 +234,13 @@ impl RecordedGuest {
 
     /// Records the current generation of the right to run.
     pub(crate) fn set_generation(&mut self, generation: u64) -> io::Result<()> {
-        let record = Record {
+        let mut record = Record {
             generation,
             ..self.record.clone()
         };
+        if let Some(tpm) = &mut record.tpm {
+            tpm.arrives = false;
+        }
         self.folder.write_record(&record)?;
         self.record = record;
         Ok(())
@@ -300,6 +313,11 @@ impl RecordedGuest {
     }
 
     async fn clean_up(&self) -> Result<(), StopError> {
+        if let Some(tpm) = &self.record.tpm {
+            tpm::end(&self.folder, tpm, self.record.generation)
+                .await
+                .map_err(self.failed("ending its TPM"))?;
+        }
         for tap in &self.record.taps {
             tap::remove(tap)
                 .await

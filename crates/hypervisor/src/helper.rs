@@ -1,7 +1,7 @@
 //! Starts helper programs that a guest needs while the agent is gone: they run where a QEMU would,
 //! never in the agent's own unit, session or cgroup.
 
-use crate::process::{Process, ProcessId};
+use crate::process::{Account, Process, ProcessId};
 use crate::scope::{Program, Scope, ScopeLimits, start};
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -27,17 +27,19 @@ pub struct Helper {
 }
 
 impl Helper {
-    /// Starts a program. The name must differ from those of all guests' and helpers' scopes.
+    /// Starts a program, as this account if one is given. The name must differ from those of all
+    /// guests' and helpers' scopes.
     pub async fn start(
         file: &Path,
         arguments: &[String],
+        account: Option<&Account>,
         log: &Path,
         name: &str,
     ) -> io::Result<Self> {
         let started = start(&Program {
             file,
             arguments,
-            account: None,
+            account,
             log,
             scope_name: name,
             limits: ScopeLimits {
@@ -56,6 +58,14 @@ impl Helper {
             process,
             scope: started.scope,
         })
+    }
+
+    /// Kills the program.
+    pub(crate) fn kill(&self) -> io::Result<()> {
+        match Process::open(&self.process)? {
+            Some(process) => process.kill(),
+            None => Ok(()),
+        }
     }
 
     /// Returns the id of its process.

@@ -20,6 +20,7 @@ use crate::process::{Account, Process, ProcessId};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::scope::{Program, Scope, ScopeLimits, start};
 use crate::tap;
+use crate::tpm::{self, Tpm};
 use longhaul_protocol::guest::GuestDescription;
 use nix::unistd::fchown;
 use serde_json::{Value, json};
@@ -150,6 +151,9 @@ impl Launch<'_> {
             .get(self.emulator)
             .ok_or_else(|| LaunchError::Emulator(self.emulator.to_owned()))?;
         let folder = GuestFolder::new(&config.state, name)?;
+        if tpm::has_one(self.description) {
+            folder.socket("tpm")?;
+        }
         for channel in &self.description.channels {
             folder.socket(&format!("channel-{}", channel.name))?;
         }
@@ -189,6 +193,7 @@ impl Launch<'_> {
                 process: None,
                 scope: Scope::Session,
                 attached: None,
+                tpm: None,
             },
         );
         let wires = taps.iter().filter_map(|(index, tap)| {
@@ -233,6 +238,9 @@ impl Launch<'_> {
                     .map_err(self.host("writing the content of its files"))?;
             }
         }
+        if tpm::has_one(self.description) {
+            self.start_tpm(guest, program.account).await?;
+        }
         for (tap, plug) in wires {
             tap::create(tap, plug, program.account)
                 .await
@@ -267,6 +275,27 @@ impl Launch<'_> {
                 .map_err(self.qmp())?;
         }
         Ok(qmp)
+    }
+
+    /// Starts the emulator of the guest's TPM.
+    async fn start_tpm(
+        &self,
+        guest: &mut RecordedGuest,
+        account: Option<&Account>,
+    ) -> Result<(), LaunchError> {
+        let arrives = self.role == Role::Destination;
+        let record = |helper| Tpm { arrives, helper };
+        let folder = guest.folder().clone();
+        let role = (self.role, self.generation);
+        guest
+            .set_tpm(record(None))
+            .and_then(|()| tpm::prepare(&folder, role, account))
+            .map_err(self.host("making the place of its TPM's state"))?;
+        let helper = tpm::start(&folder, self.description, account).await;
+        let helper = helper.map_err(self.host("starting its TPM"))?;
+        guest
+            .set_tpm(record(Some(helper)))
+            .map_err(self.host("writing its record"))
     }
 
     /// Sets the limits on the requests of disks, as they were where the description comes from.

@@ -12,10 +12,12 @@ use crate::manager::{
 use crate::memory::{self, Continuation, Settings};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::starter::Starter;
+use crate::tpm;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use longhaul_protocol::HostId;
-use longhaul_protocol::guest::Managed;
+use longhaul_protocol::guest::{GuestDescription, Managed};
+use longhaul_protocol::message::{Check, Verdict};
 use serde_json::json;
 use std::fmt::Display;
 use std::io;
@@ -216,6 +218,17 @@ impl GuestManager for Launcher {
         Ok(found.into_iter().map(Found::from).collect())
     }
 
+    fn expect(&self, guest: &GuestDescription) -> Vec<Check> {
+        if !tpm::has_one(guest) || tpm::program().is_some() {
+            return Vec::new();
+        }
+        vec![Check {
+            verdict: Verdict::Refused,
+            text: format!("{}: {}", guest.name, tpm::missing()),
+            hint: Some(format!("apt-get install {} there", tpm::PROGRAM)),
+        }]
+    }
+
     fn starter(&self, guest: &Guest) -> io::Result<Option<Starter>> {
         let own_socket = self.folder(guest)?.qmp();
         match guest.pid() {
@@ -335,6 +348,16 @@ impl GuestManager for Launcher {
         guest: &'a str,
         lease: Option<&'a Lease>,
     ) -> BoxFuture<'a, Result<(), StopError>> {
-        self.end(guest, lease).boxed()
+        async move {
+            self.end(guest, lease).await?;
+            let folder = GuestFolder::new(&self.config.state, guest).map_err(io::Error::other);
+            let forgotten = folder.and_then(|folder| tpm::forget(&folder));
+            forgotten.map_err(|source| StopError {
+                guest: guest.to_owned(),
+                what: "removing the state of its TPM".to_owned(),
+                source,
+            })
+        }
+        .boxed()
     }
 }

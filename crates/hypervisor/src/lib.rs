@@ -40,6 +40,7 @@ pub mod scope;
 pub mod starter;
 mod tap;
 pub mod tested;
+pub mod tpm;
 pub mod vcpus;
 
 pub use capabilities::Accelerator;

@@ -30,18 +30,17 @@ const SETTINGS: [&str; 20] = [
     "query-vm-generation-id",
 ];
 /// Questions about the machine, whose answers a move does not change.
-const MACHINE: [&str; 6] = [
+const MACHINE: [&str; 5] = [
     "query-uuid",
     "query-hotpluggable-cpus",
     "query-memory-size-summary",
     "query-memory-devices",
-    "query-tpm",
     "query-vm-generation-id",
 ];
 /// Fields that change by themselves, or say where the host's end of something is.
 const RESTLESS: [&str; 5] = ["actual-size", "thread-id", "filename", "offset", "qtest"];
 /// Properties of devices that name something of the host, or that a `-drive` can set as well.
-const OF_THE_HOST: [&str; 11] = [
+const OF_THE_HOST: [&str; 12] = [
     "drive",
     "chardev",
     "netdev",
@@ -50,6 +49,7 @@ const OF_THE_HOST: [&str; 11] = [
     "rng",
     "romfile",
     "audiodev",
+    "tpmdev",
     "werror",
     "rerror",
     "write-cache",
@@ -110,6 +110,9 @@ impl Answers {
         let groups = groups(&mut qmp)?;
         machine.insert("disks".to_owned(), disks(&settings, &groups).into());
         machine.insert("cards".to_owned(), cards(&settings).into());
+        let tpms = settings.get("query-tpm").map(list).into_iter().flatten();
+        let tpms: Vec<Value> = tpms.map(|tpm| tpm["model"].clone()).collect();
+        machine.insert("tpms".to_owned(), tpms.into());
         settings.insert("info qtree".to_owned(), lines(&tree).into());
         let status = settings["query-status"]["status"]
             .as_str()

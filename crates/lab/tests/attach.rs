@@ -28,6 +28,9 @@ const SLOW: [&str; 2] = ["--bandwidth", "40mbit"];
 /// Firmware that QEMU's packages bring, in flash.
 const FIRMWARE: &str = "/usr/share/seabios/bios-256k.bin";
 
+/// The file with the state of a TPM.
+const TPM: &str = "tpm2-00.permall";
+
 /// Returns the path of the firmware's variables on a host. Each host has a file of its own.
 fn variables(stage: &Stage, host: usize) -> PathBuf {
     let host = stage.lab.host(host).unwrap();
@@ -38,6 +41,12 @@ fn variables(stage: &Stage, host: usize) -> PathBuf {
 fn variables_of(guest: &str) -> Vec<u8> {
     let line = format!("the boot entries of {guest}\n");
     line.bytes().cycle().take(128 << 10).collect()
+}
+
+/// Returns the state of the guest's TPM on a host, where Longhaul has started it.
+fn tpm_of(stage: &Stage, host: usize, guest: &str) -> PathBuf {
+    let folder = stage.lab.host(host).unwrap().folder().join("state/tpms");
+    folder.join(guest).join(TPM)
 }
 
 /// Prints the kernel's last words of QEMUs: one ended by itself, before any agent knew of it, and
@@ -92,7 +101,10 @@ impl Script {
         };
         // A script by an author without knowledge of Longhaul.
         let script = format!(
-            "exec {qemu} -name guest={name},debug-threads=on -M {machine} -accel {accelerator} \
+            "mkdir -p tpm\n\
+             swtpm socket --tpm2 --tpmstate dir=$PWD/tpm --terminate --daemon \
+             --ctrl type=unixio,path=$PWD/swtpm.sock\n\
+             exec {qemu} -name guest={name},debug-threads=on -M {machine} -accel {accelerator} \
              -m 128 -smp 2 -display none -vnc unix:vnc.sock -daemonize -pidfile pid -monitor none \
              -kernel {kernel}/vmlinuz -initrd {host}/tiny.initramfs \
              -append 'console=ttyS0 quiet panic=-1' \
@@ -100,6 +112,8 @@ impl Script {
              -device virtio-net-pci,mac=52:54:00:00:00:01 \
              -device virtio-serial -chardev socket,id=c,path=arena.sock,server=on,wait=off \
              -device virtserialport,chardev=c,name={CHANNEL_NAME} \
+             -chardev socket,id=t,path=$PWD/swtpm.sock -tpmdev emulator,id=tpm,chardev=t \
+             -device tpm-tis,tpmdev=tpm \
              -object rng-random,filename=/dev/urandom,id=r -device virtio-rng-pci,rng=r \
              -device qemu-xhci -device usb-tablet \
              -object iothread,id=io -device virtio-balloon,free-page-hint=on,iothread=io \
@@ -251,6 +265,9 @@ fn a_script_s_guest_is_moved_and_verified() {
         let verify = finished.report.as_ref().unwrap().verify.as_ref().unwrap();
         assert_eq!(verify.different_blocks, 0, "{verify:?}");
         script.guest.assert_moved(&stage, 0, &finished);
+        let tpm = fs::read(script.folder.join("tpm").join(TPM)).unwrap();
+        assert!(tpm.iter().any(|byte| *byte != 0));
+        assert!(fs::read(tpm_of(&stage, 1, "foreign")).unwrap() == tpm);
         let stored = fs::read(variables(&stage, 1)).unwrap();
         assert!(stored == variables_of("foreign"), "other variables came");
         assert!(!variables(&stage, 0).exists(), "they stay under their name");
@@ -261,6 +278,9 @@ fn a_script_s_guest_is_moved_and_verified() {
             .attach(&script.guest.socket(&stage, 0))
             .unwrap();
         script.guest.move_verified(&stage, 1);
+        assert!(fs::read(tpm_of(&stage, 0, "foreign")).unwrap() == tpm);
+        let gone = || !tpm_of(&stage, 1, "foreign").parent().unwrap().exists();
+        assert!(wait_until(LIMIT, gone), "its secrets stay behind");
         let stored = fs::read(variables(&stage, 0)).unwrap();
         assert!(stored == variables_of("foreign"), "other variables came");
         script.guest.end(&stage);
@@ -298,6 +318,8 @@ fn a_move_that_is_stopped_leaves_it_as_it_was(stage: &Stage, script: &mut Script
         "{name}: the move changed something"
     );
     script.guest.assert_nothing_on(stage, 1);
+    let tpm = tpm_of(stage, 1, &name);
+    assert!(!tpm.parent().unwrap().exists());
     assert!(variables(stage, 0).exists() && !variables(stage, 1).exists());
     agent.run(&["guests", "detach", &name]).unwrap();
     let guests = stage.lab.host(0).unwrap().folder().join("state/guests");

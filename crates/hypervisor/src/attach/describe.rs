@@ -10,7 +10,7 @@ use crate::hardware::families::FSDEV;
 use crate::hardware::more::{CDROM, DRIVE};
 use crate::hardware::tables::{Bus, Model, Serves, VGAS};
 use crate::observe::{Blocker, DETACH, pci_place};
-use crate::tested;
+use crate::{tested, tpm};
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
 use longhaul_protocol::hardware::{Flash, Hardware, PlacedDevice};
 use serde_json::Value;
@@ -182,6 +182,7 @@ impl Describing<'_> {
             Serves::Disk | Serves::Medium => self.disk(line, model, seen, &mut device)?,
             Serves::Nic => self.nic(line, seen, &mut device)?,
             Serves::Channel => self.channel(seen, &mut device),
+            Serves::Tpm => self.tpm(line, seen),
             Serves::Nothing | Serves::Terminal | Serves::Sound => {}
         }
         Some(device)
@@ -320,6 +321,24 @@ impl Describing<'_> {
         let name = name.unwrap_or_else(|| format!("port{number}"));
         device.serves = Some(name.clone());
         self.channels.push(Channel { name });
+    }
+
+    /// Adds the version of the TPM. QEMU does not know it, so the emulator's command line is read.
+    fn tpm(&mut self, line: &CommandLine, seen: &Seen) {
+        let version = match line.tpm_version {
+            Some(version) => version,
+            // There is no other one with this interface.
+            None if seen.kind == "tpm-crb" => tpm::VERSIONS[1],
+            None => {
+                return self.refuse(
+                    "the version of its TPM is not known: the `swtpm` at its socket was not found"
+                        .to_owned(),
+                    "start the guest with tpm-crb in place of tpm-tis, which is of version 2.0",
+                );
+            }
+        };
+        self.settings
+            .insert(tpm::VERSION.to_owned(), version.to_owned());
     }
 
     fn hardware(&mut self, line: &CommandLine, devices: Vec<PlacedDevice>) -> Hardware {
@@ -528,12 +547,7 @@ const UNPLUG: &str = "unplug it before moving, and plug it in again afterwards";
 
 /// Models that cannot be made elsewhere, by the beginning of their names: the reason, and what to
 /// do.
-pub(super) const KEPT_HERE: [(&str, &str, &str); 15] = [
-    (
-        "tpm-",
-        "the state of a TPM is kept outside QEMU, on this host",
-        RESTART,
-    ),
+pub(super) const KEPT_HERE: [(&str, &str, &str); 14] = [
     ("usb-host", "it is a piece of this host's hardware", UNPLUG),
     ("usb-mtp", "it is a folder of this host", UNPLUG),
     ("usb-uas", STAYS, "use usb-bot or virtio-scsi-pci"),

@@ -26,6 +26,7 @@ mod properties;
 mod readconfig;
 #[cfg(test)]
 mod reference_tests;
+mod tpm;
 mod words;
 
 use crate::bridge_port;
@@ -152,6 +153,7 @@ impl Candidate {
             process: Some(self.process.clone()),
             scope: Scope::Session,
             attached: Some(self.socket.clone()),
+            tpm: None,
         };
         if let Err(error) = self.write(&folder, &record) {
             let failed = host(&self.name, "removing its folder");
@@ -313,7 +315,8 @@ async fn inspect(
         pvids: BTreeMap::new(),
     };
     let read = |path: &str| readconfig::content(&names.seen_by_it(path));
-    let line = interpret(words.get(1..).unwrap_or_default(), read);
+    let mut line = interpret(words.get(1..).unwrap_or_default(), read);
+    line.tpm_version = line.tpm_socket().and_then(tpm::version);
     let process = ProcessId::of(pid).map_err(|source| AttachGuestError::Host {
         name: name.to_owned(),
         what: "looking at its process",

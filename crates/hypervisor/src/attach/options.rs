@@ -36,6 +36,12 @@ pub(super) struct CommandLine {
     pub(super) firmware_files: Vec<FirmwareFile>,
     /// Folders of this host (`-fsdev`).
     pub(super) folders: Vec<Words>,
+    /// Paths of the sockets of character devices, by their ids.
+    pub(super) sockets: BTreeMap<String, String>,
+    /// The character device of the TPM.
+    pub(super) tpm: Option<String>,
+    /// The version of the TPM, if it is known.
+    pub(super) tpm_version: Option<&'static str>,
     /// Path of the picture that SeaBIOS shows.
     pub(super) splash: Option<String>,
     /// The reasons why the guest cannot be launched elsewhere.
@@ -141,14 +147,7 @@ pub(super) const OPTIONS: &[(&str, bool, Meaning)] = &[
             WITHOUT,
         ),
     ),
-    (
-        "tpmdev",
-        true,
-        Never(
-            "the state of its TPM is kept outside QEMU, on this host",
-            "shut the guest down and start it at the destination",
-        ),
-    ),
+    ("tpmdev", true, Machine),
     ("trace", true, Local),
     ("usb", false, Machine),
     ("usbdevice", true, Machine),
@@ -208,6 +207,12 @@ impl CommandLine {
         line
     }
 
+    /// Returns the path of the socket of the TPM's emulator.
+    pub(super) fn tpm_socket(&self) -> Option<&str> {
+        let path = self.sockets.get(self.tpm.as_ref()?);
+        path.map(String::as_str)
+    }
+
     pub(super) fn refuse(&mut self, text: String, hint: &str) {
         self.refusals.push(Blocker {
             text,
@@ -250,6 +255,7 @@ impl CommandLine {
             "netdev" | "nic" | "net" => self.netdevs.push(Words::read(value, "type")),
             "usbdevice" => self.usb_device(value),
             "chardev" => self.chardev(Words::read(value, "backend")),
+            "tpmdev" => self.tpmdev(Words::read(value, "type")),
             // Serial and parallel ports: QEMU reports how many there are.
             _ => {}
         }
@@ -411,6 +417,21 @@ impl CommandLine {
                 "character device qemu-vdagent cannot be made again".to_owned(),
                 WITHOUT,
             );
+        }
+        if let (Some(id), Some(path)) = (words.get("id"), words.get("path")) {
+            self.sockets.insert(id.to_owned(), path.to_owned());
+        }
+    }
+
+    /// At the destination, the TPM has an emulator of its own, which gets its state from QEMU.
+    fn tpmdev(&mut self, words: Words) {
+        match words.get("type") {
+            Some("emulator") => self.tpm = words.get("chardev").map(str::to_owned),
+            _ => self.refuse(
+                "option -tpmdev of its command line: the TPM is a piece of this host's hardware"
+                    .to_owned(),
+                "start the guest with an emulated TPM (-tpmdev emulator), or without one",
+            ),
         }
     }
 

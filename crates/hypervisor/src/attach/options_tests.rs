@@ -74,10 +74,9 @@ fn an_ordinary_line_is_understood() {
 fn what_cannot_be_moved_is_refused_by_name() {
     for (line, expected) in [
         (
-            "-tpmdev emulator,id=t,chardev=c",
-            "option -tpmdev of its command line: the state of its TPM",
+            "-tpmdev passthrough,id=t",
+            "option -tpmdev of its command line: the TPM is a piece of this host's hardware",
         ),
-        ("-tpmdev passthrough,id=t", "option -tpmdev"),
         (
             "-drive file=/dev/fdset/1,if=none,id=d",
             "option -drive of its command line has file=",
@@ -182,4 +181,21 @@ fn what_people_write_is_no_reason() {
         assert_eq!(read(line).refusals, [], "{line}");
     }
     assert_eq!(read("-usbdevice tablet").settings["machine.usb"], "on");
+}
+
+#[test]
+fn the_socket_of_an_emulated_tpm_is_known() {
+    let socket = |text: &str| {
+        let words: Vec<String> = text.split(' ').map(str::to_owned).collect();
+        let line = CommandLine::read(&words);
+        assert!(line.refusals.is_empty(), "{:?}", line.refusals);
+        line.tpm_socket().map(str::to_owned)
+    };
+    let chardev = "-chardev socket,id=c,path=/run/a.tpm";
+    let tpm = "-tpmdev emulator,id=t,chardev=c";
+    for both in [format!("{chardev} {tpm}"), format!("{tpm} {chardev}")] {
+        assert_eq!(socket(&both).as_deref(), Some("/run/a.tpm"));
+    }
+    assert_eq!(socket(chardev), None);
+    assert_eq!(socket(tpm), None);
 }

@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// Properties of the host's side, which this host's tables answer, and of a device's place.
-const LOCAL: [&str; 19] = [
+const LOCAL: [&str; 20] = [
     "account-failed",
     "account-invalid",
     "addr",
@@ -26,6 +26,7 @@ const LOCAL: [&str; 19] = [
     "rng",
     "scsi-id",
     "serial-number",
+    "tpmdev",
     "unit",
 ];
 /// Properties that a guest sees and that QEMU may choose: by the order of controllers, by the name

@@ -9,6 +9,7 @@ use crate::command_line::{
 };
 use crate::command_line::{image_called, look_up};
 use crate::config::{Image, ImageFormat};
+use crate::tpm;
 use longhaul_protocol::guest::{Disk, GuestDescription};
 use longhaul_protocol::hardware::{Hardware, PlacedDevice};
 use serde_json::{Map, Value};
@@ -16,6 +17,8 @@ use std::collections::BTreeMap;
 
 /// The id of the sound backend.
 const AUDIO: &str = "lh-audio";
+/// The id of the TPM's backend, and of its connection.
+const TPM: &str = "lh-tpm";
 
 /// The inputs of a machine's devices.
 pub(crate) struct Around<'a> {
@@ -343,6 +346,14 @@ fn device(
             add("chardev", &id);
         }
         Serves::Sound => add("audiodev", AUDIO),
+        Serves::Tpm => {
+            let socket = tpm::socket(host.folder)
+                .to_string_lossy()
+                .replace(',', ",,");
+            line.option("-chardev", format!("socket,id={TPM},path={socket}"));
+            line.option("-tpmdev", format!("emulator,id={TPM},chardev={TPM}"));
+            add("tpmdev", TPM);
+        }
         Serves::Nothing => {}
     }
     let own = placed.properties.iter();

@@ -141,3 +141,20 @@ fn a_backing_file_is_a_read_only_disk_that_no_device_has() {
         assert!(refused.contains(expected), "{refused}");
     }
 }
+
+#[test]
+fn a_machine_has_one_tpm_of_a_known_version() {
+    let checked = |settings, models| {
+        let mut guest = crate::description::tests::sample();
+        guest.vcpus = 4;
+        (guest.disks, guest.nics, guest.channels) = Default::default();
+        let checked = check(&guest, &hardware(settings, models));
+        checked.map_err(|refused| refused.field)
+    };
+    assert_eq!(checked(&[("tpm.version", "1.2")], &["tpm-tis"]), Ok(()));
+    assert_eq!(checked(&[], &["tpm-crb"]), Ok(()));
+    let settings = Err("hardware.settings".to_owned());
+    assert_eq!(checked(&[("tpm.version", "3")], &["tpm-tis"]), settings);
+    let models = Err("hardware.devices.model".to_owned());
+    assert_eq!(checked(&[], &["tpm-tis", "tpm-crb"]), models);
+}

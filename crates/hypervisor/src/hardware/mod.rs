@@ -106,6 +106,7 @@ fn devices(description: &GuestDescription, hardware: &Hardware) -> Result<(), De
     }
     let mut ids = BTreeSet::new();
     let mut served = BTreeSet::new();
+    let mut has_tpm = false;
     for device in &hardware.devices {
         let Some(model) = Model::of(&device.model) else {
             return refuse("devices.model", "is none that is known");
@@ -116,6 +117,9 @@ fn devices(description: &GuestDescription, hardware: &Hardware) -> Result<(), De
             return refuse("devices.id", "is no name, or is there twice");
         }
         place(model, device)?;
+        if model.serves == Serves::Tpm && std::mem::replace(&mut has_tpm, true) {
+            return refuse("devices.model", "is a second TPM");
+        }
         if model.serves == Serves::Nic && Wiring::read(&device.properties).is_none() {
             return refuse("devices.properties", "plugs a card into what cannot be");
         }
@@ -243,11 +247,12 @@ fn serves(
 ) -> Result<Option<(u8, usize)>, DescriptionError> {
     let missing = || refuse("devices.serves", "names nothing that the guest has");
     let name = match (&device.serves, model.serves) {
-        (None, Serves::Nothing | Serves::Medium | Serves::Terminal | Serves::Sound) => {
-            return Ok(None);
-        }
+        (
+            None,
+            Serves::Nothing | Serves::Medium | Serves::Terminal | Serves::Sound | Serves::Tpm,
+        ) => return Ok(None),
         (Some(name), Serves::Disk | Serves::Medium | Serves::Nic | Serves::Channel) => name,
-        (Some(_), Serves::Nothing | Serves::Terminal | Serves::Sound) => {
+        (Some(_), Serves::Nothing | Serves::Terminal | Serves::Sound | Serves::Tpm) => {
             return missing().map(|()| None);
         }
         (None, Serves::Disk | Serves::Nic | Serves::Channel) => return missing().map(|()| None),

@@ -256,6 +256,12 @@ pub(super) const MODELS: &[Model] = &[
         Serves::Nothing,
         &[BOARD, &[("osk", Text)]],
     ),
+    model(
+        &["tpm-crb", "tpm-tis"],
+        Bus::Board,
+        Serves::Tpm,
+        &[&[("irq", Number), ("ppi", Switch)]],
+    ),
     model(&["vmcoreinfo"], Bus::Board, Serves::Nothing, &[]),
     model(
         &["isa-fdc"],
@@ -394,6 +400,7 @@ pub(super) const SETTINGS: &[(&str, Kind)] = &[
     ("memory.named-by", OneOf(&["id", "path"])),
     ("memory.slots", Number),
     ("smp.maxcpus", Number),
+    (crate::tpm::VERSION, OneOf(&crate::tpm::VERSIONS)),
 ];
 
 /// Returns the values that a setting takes: one of this list, a property of a known model, the

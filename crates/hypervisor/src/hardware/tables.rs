@@ -66,6 +66,8 @@ pub(crate) enum Serves {
     Terminal,
     /// A sound backend, whose sound nobody hears.
     Sound,
+    /// An emulated TPM, of which a machine has one.
+    Tpm,
 }
 
 /// A model of a device.

@@ -192,7 +192,7 @@ pub(crate) fn is_made_elsewhere(kind: &str) -> bool {
     Model::of(kind).is_some_and(|model| match model.serves {
         // The board's floppy drives are settings of it.
         Serves::Disk | Serves::Medium | Serves::Nic => kind != "floppy",
-        Serves::Nothing | Serves::Channel | Serves::Terminal | Serves::Sound => {
+        Serves::Nothing | Serves::Channel | Serves::Terminal | Serves::Sound | Serves::Tpm => {
             // A hub is what QEMU adds by itself when ports run out.
             model.bus == Bus::Usb && kind != "usb-hub"
         }

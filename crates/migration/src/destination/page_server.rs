@@ -58,7 +58,7 @@ impl Started {
         ];
         // Another agent on this machine may have a guest of the same name.
         let name = format!("pages-{}", &random_name()?[..16]);
-        let helper = Helper::start(&program, &words, &log, &name).await?;
+        let helper = Helper::start(&program, &words, None, &log, &name).await?;
         let deadline = Instant::now() + START_WITHIN;
         loop {
             match PageServer::connect(&socket).await {

@@ -19,7 +19,7 @@ pub(crate) async fn start(folder: &Path, log: &Path, name: &str) -> io::Result<H
     let words = ["disk-front", "supervise"].map(str::to_owned);
     let mut words = Vec::from(words);
     words.push(folder.to_string_lossy().into_owned());
-    Helper::start(&program, &words, log, name).await
+    Helper::start(&program, &words, None, log, name).await
 }
 
 /// Waits until the export's server runs.
