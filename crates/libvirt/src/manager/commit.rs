@@ -9,13 +9,18 @@ use crate::notes::Role;
 use longhaul_hypervisor::manager::{Commit, CommitError, Cookie, Lease};
 use longhaul_hypervisor::qmp::{Event, Qmp};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::task::{JoinError, JoinHandle, spawn_blocking};
+use tokio::time::timeout;
 
 /// QEMU's event when it lets its guest run.
 const RESUME: &str = "RESUME";
+
+/// The time for libvirt to refuse a guest that arrives paused and whose memory follows. libvirt 9.0
+/// answers otherwise only when all of it is there, and no event of QEMU comes before.
+const REFUSAL_TIMEOUT: Duration = Duration::from_secs(2);
 
 type Finishing = JoinHandle<Result<(), CommitError>>;
 
@@ -57,8 +62,8 @@ impl Libvirt {
         } = commit;
         let connection = lease.and_then(|_| self.of_lease(name));
         let monitor = lease.map(|lease| (lease.qmp().clone(), lease.qmp().events()));
-        let resumes = runs && follows;
-        let events = lease.filter(|_| resumes).map(|lease| lease.qmp().events());
+        let resumes = lease.filter(|_| runs && follows);
+        let resumes = resumes.map(|lease| lease.qmp().events());
         let (manager, called) = (self.clone(), name.to_owned());
         let mut finishing = spawn_blocking(move || match connection {
             Some(connection) => manager.finish(&connection, &called, cookie, (runs, follows)),
@@ -67,8 +72,11 @@ impl Libvirt {
                 found.map_err(|error| CommitError::Unknown(error.to_string()))
             }
         });
-        let finished = match events {
+        let finished = match resumes {
             Some(events) => finished_or_resumed(&mut finishing, events).await,
+            None if follows && lease.is_some() => {
+                timeout(REFUSAL_TIMEOUT, &mut finishing).await.ok()
+            }
             None => Some((&mut finishing).await),
         };
         let goes_on = finished.is_none();
@@ -101,7 +109,7 @@ impl Libvirt {
             }
             Err((error, _)) => return Err(error),
         }
-        match (goes_on, resumes) {
+        match (goes_on, follows) {
             (true, _) => self.finish_later(name, finishing),
             // Its source waits for it to run, and libvirt may be busy with it for a while.
             (false, true) => {
