@@ -19,8 +19,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// The daemon's program in Debian's package.
-const DAEMON: &str = "/usr/sbin/libvirtd";
 /// The folders of the daemon, and the host's folders that it has in their place.
 const FOLDERS: [(&str, &str); 7] = [
     ("/run/libvirt", "run"),
@@ -50,6 +48,8 @@ pub enum Release {
     Installed,
     /// The newest one, in a root of its own.
     Newest,
+    /// That of Debian 12 with a daemon for QEMU alone, in a root of its own.
+    Modular,
 }
 
 impl Release {
@@ -58,6 +58,27 @@ impl Release {
         match self {
             Self::Installed => None,
             Self::Newest => Some(installed::folder().join("libvirt/12/root")),
+            Self::Modular => Some(installed::folder().join("libvirt/modular/root")),
+        }
+    }
+
+    /// Returns the name of the daemon.
+    fn daemon(self) -> &'static str {
+        match self {
+            Self::Installed | Self::Newest => "libvirtd",
+            Self::Modular => "virtqemud",
+        }
+    }
+
+    fn program(self) -> String {
+        format!("/usr/sbin/{}", self.daemon())
+    }
+
+    /// Returns the name of the socket of its RPC protocol.
+    fn socket(self) -> &'static str {
+        match self {
+            Self::Installed | Self::Newest => "libvirt-sock",
+            Self::Modular => "virtqemud-sock",
         }
     }
 
@@ -65,7 +86,7 @@ impl Release {
     pub fn qemu(self) -> &'static str {
         match self {
             // A version that libvirt 9.0 knows.
-            Self::Installed => "7.2",
+            Self::Installed | Self::Modular => "7.2",
             Self::Newest => "11.1",
         }
     }
@@ -76,7 +97,8 @@ impl Release {
     /// When it is not there.
     pub fn version(self) -> Result<String, LabError> {
         let root = self.root().unwrap_or_else(|| PathBuf::from("/"));
-        let there = [DAEMON, "/usr/bin/swtpm_setup"].map(|path| root.join(&path[1..]));
+        let program = self.program();
+        let there = [&*program, "/usr/bin/swtpm_setup"].map(|path| root.join(&path[1..]));
         let there = there.into_iter().chain(["/usr/bin/virsh".into()]);
         if let Some(missing) = there.into_iter().find(|path| !path.is_file()) {
             return Err(LabError::Missing {
@@ -84,7 +106,9 @@ impl Release {
                 hint: "sudo scripts/install lab".to_owned(),
             });
         }
-        let said = run(Command::new("chroot").arg(root).args([DAEMON, "--version"]))?;
+        let said = run(Command::new("chroot")
+            .arg(root)
+            .args([&*program, "--version"]))?;
         let version = said.split_whitespace().next_back().unwrap_or_default();
         Ok(version.to_owned())
     }
@@ -149,7 +173,8 @@ impl Libvirt {
              cgroup_controllers = [ ]\nstdio_handler = \"file\"\n",
             qemu.user, qemu.group, tpm.user, tpm.group
         );
-        for (name, content) in [("libvirtd.conf", &daemon), ("qemu.conf", &qemu)] {
+        let daemon = (format!("{}.conf", release.daemon()), &daemon);
+        for (name, content) in [daemon, ("qemu.conf".to_owned(), &qemu)] {
             let path = folder.join("etc").join(name);
             fs::write(&path, content).during(|| format!("write {}", path.display()))?;
         }
@@ -189,7 +214,10 @@ impl Libvirt {
         if let Some(root) = &root {
             script += &bind(&root.join("usr"), "/usr");
         }
-        script += &format!("exec {DAEMON} --pid-file /run/libvirt/libvirtd.pid\n");
+        script += &format!(
+            "exec {} --pid-file /run/libvirt/daemon.pid\n",
+            release.program()
+        );
         let mut command = Command::new("unshare");
         command.args(["--mount", "--propagation", "private", "sh", "-c", &script]);
         let errors = log.try_clone().during(|| "open the log".to_owned())?;
@@ -208,7 +236,7 @@ impl Libvirt {
         match (ended, answers) {
             (None, true) => Ok(()),
             (Some(status), _) => Err(LabError::Command {
-                command: DAEMON.to_owned(),
+                command: self.release.program(),
                 message: format!("{status}: {}", self.end_of_log()),
             }),
             (None, false) => Err(LabError::Late {
@@ -221,7 +249,7 @@ impl Libvirt {
 
     /// Returns the socket of its RPC protocol.
     pub fn socket(&self) -> PathBuf {
-        self.folder.join("run/libvirt-sock")
+        self.folder.join("run").join(self.release.socket())
     }
 
     /// Returns the folder in which it keeps what its domains have: `/var/lib/libvirt`.

@@ -154,7 +154,7 @@ pub(crate) fn everything_moves_there_and_back(release: Release) {
     }
     // libvirt 9.0 leaves it to the kernel's setting whether memory can follow.
     let strategy = match release {
-        Release::Installed => "auto",
+        Release::Installed | Release::Modular => "auto",
         Release::Newest => "postcopy",
     };
     for ([from, to], how, strategy) in [([0, 1], "auto", "auto"), ([1, 0], "hybrid", strategy)] {

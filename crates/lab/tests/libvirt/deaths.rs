@@ -69,6 +69,12 @@ pub(crate) fn survives_on_the_newest() {
     }
 }
 
+pub(crate) fn survives_with_virtqemud() {
+    survives(Release::Modular, Who::Agent, (&[DEATHS[3], DEATHS[7]], &[]));
+    let daemons = [RESTARTS[2], RESTARTS[6]];
+    survives(Release::Modular, Who::Daemon, (&daemons, &[]));
+}
+
 /// Deaths from the last moments before a domain runs whose memory follows until it does.
 pub(crate) fn survives_where_memory_follows() {
     let words = ["--strategy", "postcopy"];

@@ -10,6 +10,7 @@ mod agents;
 mod confined;
 mod deaths;
 mod following;
+mod modular;
 #[path = "../common/monitor.rs"]
 mod monitor;
 mod newest;
