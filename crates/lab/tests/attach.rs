@@ -237,6 +237,7 @@ fn a_script_s_guest_is_moved_and_verified() {
         };
         let mut script = Script::run(&mut stage, "foreign", qemus[0], machine);
         if qemus[0] == qemus[1] {
+            a_destination_that_dies_leaves_nothing_of_a_tpm(&mut stage, &script);
             a_move_that_is_stopped_leaves_it_as_it_was(&stage, &mut script);
         }
         script.attach(&stage);
@@ -285,6 +286,42 @@ fn a_script_s_guest_is_moved_and_verified() {
         assert!(stored == variables_of("foreign"), "other variables came");
         script.guest.end(&stage);
     }
+}
+
+/// Attaches, and detaches after the destination's agent has died with the TPM started.
+fn a_destination_that_dies_leaves_nothing_of_a_tpm(stage: &mut Stage, script: &Script) {
+    let name = &script.guest.name;
+    script.attach(stage);
+    let emulators = |stage: &Stage| {
+        let folder = tpm_of(stage, 1, name).parent().unwrap().to_owned();
+        let wanted = format!("dir={},mode=0600", folder.display());
+        let host = stage.lab.host(1).unwrap();
+        let processes = host.namespace().processes().unwrap();
+        let lines = processes.into_iter().map(|pid| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&line).into_owned()
+        });
+        (
+            lines.filter(|line| line.contains(&wanted)).count(),
+            folder.exists(),
+        )
+    };
+    let (product, host) = (&mut stage.product, stage.lab.host(1).unwrap());
+    let agent = product.agent_mut(1).unwrap();
+    let point = "destination:before-send:accepted=kill";
+    agent.restart_to_fail(host, point).unwrap();
+    let moving = script.guest.migrate(stage, 0, &[]);
+    let died = || stage.product.agent_mut(1).unwrap().has_ended();
+    assert!(wait_until(LIMIT, died));
+    assert_eq!(emulators(stage), (1, true));
+    stage.restart(&[1]);
+    let finished = moving.finish(LIMIT).unwrap();
+    assert!(!finished.completed());
+    let gone = wait_until(LIMIT, || emulators(stage) == (0, false));
+    assert!(gone, "{:?}", emulators(stage));
+    script.guest.assert_nothing_on(stage, 1);
+    let agent = stage.product.agent(0).unwrap();
+    agent.run(&["guests", "detach", name]).unwrap();
 }
 
 /// Attaches, stops a move, and detaches.
