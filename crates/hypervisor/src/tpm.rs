@@ -2,8 +2,8 @@
 //! carries the TPM's state in its stream, from the source's `swtpm` to the destination's.
 //!
 //! ```text
-//! STATE/tpms/NAME           the state of the guest's TPM, which outlives its QEMU
-//!            NAME.before    the one that was here before the guest arrived last
+//! STATE/tpms/NAME/state     the state of the guest's TPM, which outlives its QEMU
+//!                 before    the one that was here before the guest arrived last
 //! ```
 //!
 //! The state of a guest that arrives is marked with its generation. An agent may end at any point:
@@ -71,6 +71,8 @@ fn log(folder: &GuestFolder) -> PathBuf {
 
 /// The folders of the state of a guest's TPM.
 struct States {
+    /// That of all of them.
+    all: PathBuf,
     /// That in use.
     now: PathBuf,
     /// That from before the guest arrived.
@@ -81,12 +83,12 @@ struct States {
 
 impl States {
     fn of(folder: &GuestFolder) -> Self {
-        let all = folder.state().join("tpms");
-        let name = folder.name();
+        let all = folder.state().join("tpms").join(folder.name());
         Self {
-            now: all.join(&name),
-            before: all.join(format!("{name}.before")),
-            new: all.join(format!("{name}.new")),
+            now: all.join("state"),
+            before: all.join("before"),
+            new: all.join("new"),
+            all,
         }
     }
 }
@@ -106,8 +108,14 @@ pub(crate) fn prepare(
     (role, generation): (Role, u64),
     account: Option<&Account>,
 ) -> io::Result<()> {
-    let States { now, before, new } = States::of(folder);
-    make_passable(now.parent().unwrap_or(Path::new("/")), true)?;
+    let States {
+        all,
+        now,
+        before,
+        new,
+    } = States::of(folder);
+    make_passable(&folder.state().join("tpms"), true)?;
+    make_passable(&all, true)?;
     if role == Role::Destination || !now.exists() {
         remove(&new)?;
         DirBuilder::new().mode(0o700).create(&new)?;
@@ -191,23 +199,28 @@ pub(crate) async fn end(folder: &GuestFolder, tpm: &Tpm, generation: u64) -> io:
     if !tpm.arrives {
         return Ok(());
     }
-    let States { now, before, new } = States::of(folder);
+    let States {
+        all,
+        now,
+        before,
+        new,
+    } = States::of(folder);
     if now.join(mark(generation)).exists() {
         remove(&now)?;
     }
     if !now.exists() && before.exists() {
         fs::rename(&before, &now)?;
     }
-    remove(&new)
+    match now.exists() {
+        true => remove(&new),
+        false => remove(&all),
+    }
 }
 
 /// Removes what is here of the TPM of a guest that has left for another host: its secrets are not
 /// to stay behind.
 pub(crate) fn forget(folder: &GuestFolder) -> io::Result<()> {
-    let States { now, before, new } = States::of(folder);
-    [now, before, new]
-        .iter()
-        .try_for_each(|state| remove(state))
+    remove(&States::of(folder).all)
 }
 
 fn remove(folder: &Path) -> io::Result<()> {
@@ -225,7 +238,12 @@ mod tests {
     async fn what_was_here_is_back_if_the_guest_does_not_come() {
         let root = tempfile::tempdir().unwrap();
         let folder = GuestFolder::new(root.path(), "web").unwrap();
-        let States { now, before, new } = States::of(&folder);
+        let States {
+            all,
+            now,
+            before,
+            new,
+        } = States::of(&folder);
         let file = now.join("tpm2-00.permall");
         let write = |text: &str| fs::write(&file, text).unwrap();
         let read = || fs::read_to_string(&file).unwrap();
@@ -261,5 +279,11 @@ mod tests {
         assert!(before.exists());
         end(&folder, &record(true), 4).await.unwrap();
         assert_eq!(read(), "third");
+        forget(&folder).unwrap();
+        assert!(!all.exists());
+        // Where nothing was before, nothing is left.
+        prepare(&folder, (Role::Destination, 5), None).unwrap();
+        end(&folder, &record(true), 5).await.unwrap();
+        assert!(!all.exists());
     }
 }

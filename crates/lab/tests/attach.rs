@@ -46,7 +46,7 @@ fn variables_of(guest: &str) -> Vec<u8> {
 /// Returns the state of the guest's TPM on a host, where Longhaul has started it.
 fn tpm_of(stage: &Stage, host: usize, guest: &str) -> PathBuf {
     let folder = stage.lab.host(host).unwrap().folder().join("state/tpms");
-    folder.join(guest).join(TPM)
+    folder.join(guest).join("state").join(TPM)
 }
 
 /// Prints the kernel's last words of QEMUs: one ended by itself, before any agent knew of it, and
@@ -237,7 +237,7 @@ fn a_script_s_guest_is_moved_and_verified() {
         };
         let mut script = Script::run(&mut stage, "foreign", qemus[0], machine);
         if qemus[0] == qemus[1] {
-            a_destination_that_dies_leaves_nothing_of_a_tpm(&mut stage, &script);
+            a_destination_that_dies_leaves_nothing_of_a_tpm(&mut stage, &mut script);
             a_move_that_is_stopped_leaves_it_as_it_was(&stage, &mut script);
         }
         script.attach(&stage);
@@ -280,7 +280,8 @@ fn a_script_s_guest_is_moved_and_verified() {
             .unwrap();
         script.guest.move_verified(&stage, 1);
         assert!(fs::read(tpm_of(&stage, 0, "foreign")).unwrap() == tpm);
-        let gone = || !tpm_of(&stage, 1, "foreign").parent().unwrap().exists();
+        let tpms = stage.lab.host(1).unwrap().folder().join("state/tpms");
+        let gone = || fs::read_dir(&tpms).unwrap().next().is_none();
         assert!(wait_until(LIMIT, gone), "its secrets stay behind");
         let stored = fs::read(variables(&stage, 0)).unwrap();
         assert!(stored == variables_of("foreign"), "other variables came");
@@ -289,11 +290,11 @@ fn a_script_s_guest_is_moved_and_verified() {
 }
 
 /// Attaches, and detaches after the destination's agent has died with the TPM started.
-fn a_destination_that_dies_leaves_nothing_of_a_tpm(stage: &mut Stage, script: &Script) {
-    let name = &script.guest.name;
+fn a_destination_that_dies_leaves_nothing_of_a_tpm(stage: &mut Stage, script: &mut Script) {
+    let name = script.guest.name.clone();
     script.attach(stage);
     let emulators = |stage: &Stage| {
-        let folder = tpm_of(stage, 1, name).parent().unwrap().to_owned();
+        let folder = tpm_of(stage, 1, &name).parent().unwrap().to_owned();
         let wanted = format!("dir={},mode=0600", folder.display());
         let host = stage.lab.host(1).unwrap();
         let processes = host.namespace().processes().unwrap();
@@ -306,22 +307,27 @@ fn a_destination_that_dies_leaves_nothing_of_a_tpm(stage: &mut Stage, script: &S
             folder.exists(),
         )
     };
-    let (product, host) = (&mut stage.product, stage.lab.host(1).unwrap());
-    let agent = product.agent_mut(1).unwrap();
-    let point = "destination:before-send:accepted=kill";
-    agent.restart_to_fail(host, point).unwrap();
-    let moving = script.guest.migrate(stage, 0, &[]);
-    let died = || stage.product.agent_mut(1).unwrap().has_ended();
-    assert!(wait_until(LIMIT, died));
-    assert_eq!(emulators(stage), (1, true));
-    stage.restart(&[1]);
-    let finished = moving.finish(LIMIT).unwrap();
-    assert!(!finished.completed());
-    let gone = wait_until(LIMIT, || emulators(stage) == (0, false));
-    assert!(gone, "{:?}", emulators(stage));
-    script.guest.assert_nothing_on(stage, 1);
+    // Before anything is copied, and when the guest is stopped and its TPM's state is there.
+    for point in ["before-send:accepted", "after-record:ready"] {
+        let (product, host) = (&mut stage.product, stage.lab.host(1).unwrap());
+        let agent = product.agent_mut(1).unwrap();
+        let armed = format!("destination:{point}=kill");
+        agent.restart_to_fail(host, &armed).unwrap();
+        let moving = script.guest.migrate(stage, 0, &[]);
+        let died = || stage.product.agent_mut(1).unwrap().has_ended();
+        assert!(wait_until(LIMIT, died));
+        assert_eq!(emulators(stage), (1, true));
+        stage.restart(&[1]);
+        let finished = moving.finish(LIMIT).unwrap();
+        assert!(!finished.completed());
+        let gone = wait_until(LIMIT, || emulators(stage) == (0, false));
+        assert!(gone, "{point}: {:?}", emulators(stage));
+        script.guest.assert_nothing_on(stage, 1);
+        script.guest.arena.forget_beats();
+        script.guest.arena.wait_for_beat(LIMIT).unwrap();
+    }
     let agent = stage.product.agent(0).unwrap();
-    agent.run(&["guests", "detach", name]).unwrap();
+    agent.run(&["guests", "detach", &name]).unwrap();
 }
 
 /// Attaches, stops a move, and detaches.
