@@ -8,6 +8,7 @@
 //!                   stopped            exists while a move has stopped the guest
 //!                   sent-by            the host that sent the guest, if it came by a migration
 //!                   qemu.log           QEMU's output
+//!                   tpm.log            the output of the emulator of its TPM, if it has one
 //!                   run/               sockets; belongs to QEMU's user
 //! ```
 

@@ -60,14 +60,6 @@ impl Helper {
         })
     }
 
-    /// Kills the program.
-    pub(crate) fn kill(&self) -> io::Result<()> {
-        match Process::open(&self.process)? {
-            Some(process) => process.kill(),
-            None => Ok(()),
-        }
-    }
-
     /// Returns the id of its process.
     pub fn pid(&self) -> i32 {
         self.process.pid

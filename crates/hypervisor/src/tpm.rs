@@ -166,7 +166,6 @@ pub(crate) async fn start(
     let deadline = Instant::now() + START_TIMEOUT;
     while !socket(folder).exists() {
         if !helper.is_alive()? || Instant::now() > deadline {
-            let _ = helper.kill();
             helper.ended().await?;
             let text = format!("{PROGRAM} does not start; its log: {}", log_tail(&log));
             return Err(io::Error::other(text));

@@ -336,7 +336,10 @@ impl Proxmox {
 
 /// Returns why a volume cannot have the size that the disk has at the source, if one cannot.
 pub(super) fn misfit(handoff: &Handoff, expected: &Expected) -> Option<String> {
-    let storages = node::storages().ok()?;
+    let storages = match node::storages() {
+        Ok(storages) => storages,
+        Err(error) => return Some(error.to_string()),
+    };
     expected.new.iter().find_map(|(image, new)| {
         let drive = VolumeName::read(image)?.drive;
         let bytes = *handoff.sizes.get(&drive)?;
