@@ -9,8 +9,10 @@
 use crate::repository::Repository;
 use crate::store::{Key, Listing, StoreError};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Longest marker.
@@ -63,6 +65,15 @@ impl Owner {
         }
     }
 
+    /// Returns whether this process is it.
+    fn is_this_process(&self) -> bool {
+        let this = Self::this_process();
+        !self.boot.is_empty()
+            && (&self.host, &self.boot, &self.pid_namespace)
+                == (&this.host, &this.boot, &this.pid_namespace)
+            && (self.pid, &self.started) == (this.pid, &this.started)
+    }
+
     /// Returns whether it has ended for certain, as far as this host can know.
     fn has_ended(&self) -> bool {
         if self.host != host_name() || self.boot.is_empty() {
@@ -104,11 +115,19 @@ fn started(pid: u32) -> Option<String> {
     rest.split_whitespace().nth(19).map(str::to_owned)
 }
 
+/// The names of the markers whose work goes on in this process.
+static AT_WORK: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
+fn at_work() -> MutexGuard<'static, BTreeSet<String>> {
+    // A set of names is whole after every change.
+    AT_WORK.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// A marker of this process, removed when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Marker<'a> {
     repository: &'a Repository,
-    key: Key,
+    name: String,
 }
 
 impl<'a> Marker<'a> {
@@ -124,24 +143,28 @@ impl<'a> Marker<'a> {
         let name = format!("{}{:016x}", work.prefix(), u64::from_le_bytes(random));
         let text = serde_json::to_vec(&Owner::this_process());
         let text = text.map_err(|error| refused(error.to_string()))?;
-        let marker = Self {
-            repository,
-            key: Key::Marker(name),
-        };
-        repository.store().put(&marker.key, &text)?;
+        at_work().insert(name.clone());
+        let marker = Self { repository, name };
+        repository.store().put(&marker.key(), &text)?;
         Ok(marker)
+    }
+
+    fn key(&self) -> Key {
+        Key::Marker(self.name.clone())
     }
 
     /// Returns whether the marker still exists.
     pub(crate) fn is_there(&self) -> Result<bool, StoreError> {
-        self.repository.store().has(&self.key)
+        self.repository.store().has(&self.key())
     }
 }
 
 impl Drop for Marker<'_> {
     fn drop(&mut self) {
-        // A remaining marker is recognised by its process, which has ended.
-        let _ = self.repository.store().remove(&self.key);
+        // One that remains is removed by the next who looks: its process has ended, or knows that
+        // the work has.
+        let _ = self.repository.store().remove(&self.key());
+        at_work().remove(&self.name);
     }
 }
 
@@ -165,14 +188,15 @@ impl Other {
     }
 }
 
-/// Returns the current markers of that work. Markers of ended processes are removed.
+/// Returns the current markers of that work. Markers of ended processes, and of this process's
+/// ended work, are removed.
 pub(crate) fn others(repository: &Repository, work: Work) -> Result<Vec<Other>, StoreError> {
     let mut others = Vec::new();
     for name in repository.store().list(Listing::Markers)? {
         if !name.starts_with(work.prefix()) {
             continue;
         }
-        let key = Key::Marker(name);
+        let key = Key::Marker(name.clone());
         let text = match repository.store().get(&key, MARKER_BYTES_MAX) {
             // That work has ended meanwhile.
             Err(StoreError::Missing { .. }) => continue,
@@ -182,6 +206,9 @@ pub(crate) fn others(repository: &Repository, work: Work) -> Result<Vec<Other>, 
         let other = Other { key, owner };
         match &other.owner {
             Some(owner) if owner.has_ended() => other.remove(repository)?,
+            Some(owner) if owner.is_this_process() && !at_work().contains(&name) => {
+                other.remove(repository)?;
+            }
             Some(_) | None => others.push(other),
         }
     }
@@ -244,7 +271,13 @@ mod tests {
         let text = serde_json::to_vec(&dead).unwrap();
         let key = Key::Marker("import-dead".to_owned());
         repository.store().put(&key, &text).unwrap();
+        let active = Marker::leave(&repository, Work::Import).unwrap();
+        // Of this process's, the one whose work goes on stays.
         assert_eq!(others(&repository, Work::Import).unwrap().len(), 3);
-        assert!(!repository.store().has(&key).unwrap());
+        assert!(active.is_there().unwrap());
+        let finished = Key::Marker("import-0".to_owned());
+        for ended in [&key, &finished] {
+            assert!(!repository.store().has(ended).unwrap());
+        }
     }
 }
