@@ -3,7 +3,7 @@
 use crate::interrupt;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -153,6 +153,8 @@ struct State {
     faults: Vec<Fault>,
     answers: HashMap<u64, Value>,
     sockets: HashMap<PathBuf, UnixStream>,
+    /// The sockets that are listened on, connected or not.
+    attached: HashSet<PathBuf>,
     /// The time of the last heartbeat on each socket, new or not.
     heard: HashMap<PathBuf, Instant>,
     /// The socket of the latest heartbeat: commands go there.
@@ -170,8 +172,11 @@ impl Arena {
         }
     }
 
-    /// Listens on a channel's socket from its creation until it breaks.
+    /// Listens on a channel's socket from its creation, once: QEMU has one connection at a time.
     pub fn attach(&self, socket: &Path) -> io::Result<()> {
+        if !self.shared.state().attached.insert(socket.to_owned()) {
+            return Ok(());
+        }
         let (shared, path) = (self.shared.clone(), socket.to_owned());
         thread::Builder::new()
             .name("arena".to_owned())

@@ -3,7 +3,7 @@
 use crate::error::{During, LabError};
 use longhaul_history::order::Told;
 use serde::Deserialize;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -61,11 +61,16 @@ struct Shared {
 struct State {
     heard: Heard,
     sockets: HashMap<PathBuf, UnixStream>,
+    /// The sockets that are listened on, connected or not.
+    attached: HashSet<PathBuf>,
 }
 
 impl Teller {
-    /// Listens on a channel's socket from its creation.
+    /// Listens on a channel's socket from its creation, once: QEMU has one connection at a time.
     pub(super) fn attach(&self, socket: &Path) -> Result<(), LabError> {
+        if !self.shared.state().attached.insert(socket.to_owned()) {
+            return Ok(());
+        }
         let (shared, path) = (self.shared.clone(), socket.to_owned());
         thread::Builder::new()
             .name("history".to_owned())
