@@ -4,6 +4,7 @@
 mod arrival;
 mod commit;
 mod ends;
+mod following;
 mod handoff;
 mod perform;
 
