@@ -12,6 +12,7 @@ use crate::lab::Host;
 use crate::process::{self, run, wait_until};
 use longhaul_protocol::guest::{GuestDescription, Nic};
 use std::fs::{self, File};
+use std::io::Write;
 use std::os::unix::fs::chown;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -288,6 +289,17 @@ impl Libvirt {
         self.kill()?;
         self.process = Self::spawn(host, self.release, &self.folder)?;
         self.wait_until_it_answers()
+    }
+
+    /// Adds to its configuration for QEMU, which it reads when it is started again.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn configure_qemu(&self, lines: &str) -> Result<(), LabError> {
+        let path = self.folder.join("etc/qemu.conf");
+        let file = File::options().append(true).open(&path);
+        let written = file.and_then(|mut file| file.write_all(lines.as_bytes()));
+        written.during(|| format!("write {}", path.display()))
     }
 
     /// Hides a program from the daemon, or shows it again, as if it were not installed.

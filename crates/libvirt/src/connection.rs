@@ -5,6 +5,8 @@
 
 use crate::message::{Header, Kind, Message, QEMU, REMOTE, Status};
 use crate::xdr::{Reader, Writer, XdrError};
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
 use std::collections::HashMap;
 use std::io::{self, BufReader, Write};
 use std::net::Shutdown;
@@ -282,6 +284,13 @@ impl Connection {
     /// Returns the socket.
     pub fn path(&self) -> &Path {
         &self.0.0.path
+    }
+
+    /// Returns the process that listens; `None` where it is not visible from here. Where another
+    /// has started to listen for the daemon, that one.
+    pub(crate) fn peer(&self) -> Option<i32> {
+        let peer = getsockopt(&self.0.0.socket, PeerCredentials).ok()?;
+        Some(peer.pid()).filter(|pid| *pid > 0)
     }
 
     /// Returns whether the connection has ended.

@@ -125,6 +125,26 @@ fn memory_follows_a_domain_there_and_back() {
     assert_eq!(state, "paused");
     stage.daemons[1].run(&["resume", GUEST]).unwrap();
     is_whole(&mut stage, &product, 1);
+    // The source's QEMUs may use only these devices.
+    let setting = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap();
+    if setting.trim() == "0" {
+        let list = "cgroup_device_acl = [ \"/dev/null\", \"/dev/urandom\", \"/dev/ptmx\" ]\n";
+        stage.daemons[0].configure_qemu(list).unwrap();
+        stage.daemons[0].restart(&stage.lab.hosts()[0]).unwrap();
+        let words = ["plan", GUEST, "--to", "lyon", "--strategy", "postcopy"];
+        let mut plan = product.agent(1).unwrap().command().unwrap();
+        let plan = plan.args(words).output().unwrap();
+        let plan = String::from_utf8([plan.stdout, plan.stderr].concat()).unwrap();
+        // It breaks its lines.
+        let joined: Vec<&str> = plan.split_whitespace().collect();
+        let expected = "cgroup_device_acl in libvirt's qemu.conf does not list /dev/userfaultfd";
+        assert!(joined.join(" ").contains(expected), "{plan}");
+        let moving = product.migrate(1, GUEST, &stage.lab.hosts()[0], &[]);
+        let finished = moving.unwrap().finish(LIMIT).unwrap();
+        assert!(finished.completed(), "{}", finished.why());
+        assert_eq!(finished.report.unwrap().strategy.name(), "precopy");
+        is_whole(&mut stage, &product, 0);
+    }
 }
 
 #[test]

@@ -3,13 +3,20 @@
 use super::arrival::refused;
 use crate::connection::Connection;
 use longhaul_protocol::message::Check;
-use std::fs;
+use std::fs::{self, File};
+use std::io::Read;
 use std::process::Command;
 
 /// The first version whose QEMUs may open `/dev/userfaultfd`.
 const LETS_OPEN: [u64; 3] = [10, 1, 0];
 /// The first version of QEMU that opens it.
 const OPENS: [u64; 2] = [8, 1];
+/// What it opens.
+const DEVICE: &str = "/dev/userfaultfd";
+/// libvirt's configuration for QEMU.
+const CONFIGURATION: &str = "/etc/libvirt/qemu.conf";
+/// The longest one that is read; the one that libvirt comes with has 40 KB.
+const CONFIGURATION_BYTES_MAX: u64 = 1 << 20;
 /// The kernel's setting for programs without privileges.
 const UNPRIVILEGED: &str = "/proc/sys/vm/unprivileged_userfaultfd";
 
@@ -20,30 +27,70 @@ pub(super) fn keeps_memory_from_following(
     connection: &Connection,
     emulator: &str,
 ) -> Option<Check> {
-    let cannot = |why: &str| format!("the memory of {guest} cannot follow it: {why}");
+    let cannot = |why: &str, hint: Option<&str>| {
+        let text = format!("the memory of {guest} cannot follow it: {why}");
+        Some(refused(text, hint))
+    };
     // Without the file the kernel knows no such limit.
     let setting = fs::read_to_string(UNPRIVILEGED);
     if setting.is_err() || setting.is_ok_and(|setting| setting.trim() != "0") {
         return None;
     }
-    let version = match connection.version() {
-        Ok(version) => version,
-        Err(error) => return Some(refused(cannot(&error.to_string()), None)),
+    let older = |what: &str, than: &str| {
+        let why =
+            format!("{what} is older than {than}, so the guest's QEMU cannot use userfaultfd");
+        let hint = format!(
+            "set vm.unprivileged_userfaultfd = 1 there, or update {what} to {than} or later; or \
+             leave out --strategy"
+        );
+        cannot(&why, Some(&hint))
     };
-    let (what, newer) = match version >= LETS_OPEN {
-        true => match version_of(emulator) {
-            Some(version) if version < OPENS => ("QEMU", "8.1"),
-            // One that does not say is asked when it has been launched.
-            _ => return None,
-        },
-        false => ("libvirt", "10.1"),
+    match connection.version() {
+        Ok(version) if version < LETS_OPEN => return older("libvirt", "10.1"),
+        Ok(_) => {}
+        Err(error) => return cannot(&error.to_string(), None),
+    }
+    // One that does not say is asked when it has been launched.
+    if version_of(emulator).is_some_and(|version| version < OPENS) {
+        return older("QEMU", "8.1");
+    }
+    let devices = configuration(connection).and_then(|text| devices(&text));
+    if devices.is_some_and(|list| !list.iter().any(|device| device == DEVICE)) {
+        let why = format!("cgroup_device_acl in libvirt's qemu.conf does not list {DEVICE}");
+        let hint = format!(
+            "add {DEVICE} to cgroup_device_acl there, and restart libvirt's daemon; or leave out \
+             --strategy"
+        );
+        return cannot(&why, Some(&hint));
+    }
+    None
+}
+
+/// Returns the daemon's configuration for QEMU, where this process may read it: a daemon in a
+/// container has its own.
+fn configuration(connection: &Connection) -> Option<String> {
+    let root = match connection.peer() {
+        Some(daemon) => format!("/proc/{daemon}/root"),
+        None => String::new(),
     };
-    let why = format!("{what} is older than {newer}, so the guest's QEMU cannot use userfaultfd");
-    let hint = format!(
-        "set vm.unprivileged_userfaultfd = 1 there, or update {what} to {newer} or later; or leave \
-         out --strategy"
-    );
-    Some(refused(cannot(&why), Some(&hint)))
+    let file = File::open(root + CONFIGURATION).ok()?;
+    let mut text = String::new();
+    file.take(CONFIGURATION_BYTES_MAX)
+        .read_to_string(&mut text)
+        .ok()?;
+    Some(text)
+}
+
+/// Returns the list of devices that QEMUs may use, if a configuration has one.
+fn devices(configuration: &str) -> Option<Vec<String>> {
+    let uncommented = |line: &str| line.split('#').next().unwrap_or_default().trim().to_owned();
+    let lines: Vec<String> = configuration.lines().map(uncommented).collect();
+    let text = format!("\n{}", lines.join("\n"));
+    // The first one counts.
+    let (_, value) = text.split_once("\ncgroup_device_acl")?;
+    let list = value.trim_start().strip_prefix('=')?.split(']').next()?;
+    let words = list.split(['"', '\'']).skip(1).step_by(2);
+    Some(words.map(str::to_owned).collect())
 }
 
 /// Returns the version of an emulator, major and minor.
@@ -78,6 +125,34 @@ mod tests {
             "a version of QEMU",
         ] {
             assert_eq!(read_version(nothing), None, "{nothing:?}");
+        }
+    }
+    #[test]
+    fn lists_of_devices_are_read() {
+        let list = "cgroup_device_acl = [\n  \"/dev/null\", \"/dev/kvm\", # , \"/dev/a\"\n]\n";
+        let short = " cgroup_device_acl=[ '/dev/null', \"/dev/userfaultfd\" ]\n";
+        let commented = "#cgroup_device_acl = [\n#    \"/dev/null\"\n#]\n";
+        let another = "cgroup_device_acl = [ ]\nnvram = [ \"/dev/null\" ]\n";
+        let open = "cgroup_device_acl = [ \"/dev/null\",\n";
+        for (text, expected) in [
+            (list, Some(&["/dev/null", "/dev/kvm"][..])),
+            (short, Some(&["/dev/null", "/dev/userfaultfd"])),
+            (
+                &format!("user = \"root\"\n{short}{list}"),
+                Some(&["/dev/null", "/dev/userfaultfd"]),
+            ),
+            (commented, None),
+            (another, Some(&[])),
+            (open, Some(&["/dev/null"])),
+            ("", None),
+            ("cgroup_device_acl", None),
+            ("cgroup_device_acl_of_mine = [ ]", None),
+        ] {
+            let read = devices(text);
+            let read: Option<Vec<&str>> = read
+                .as_ref()
+                .map(|list| list.iter().map(String::as_str).collect());
+            assert_eq!(read.as_deref(), expected, "{text}");
         }
     }
 }
