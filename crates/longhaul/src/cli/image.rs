@@ -378,6 +378,11 @@ impl From<ImportError> for CliError {
                 Some("the content is stored already: importing it again is quick".to_owned()),
                 3,
             ),
+            ImportError::Removal { .. } => {
+                let hint = "if it never will, since its host is gone: delete the repository's \
+                            objects markers/removal-*";
+                Self::image(error.to_string(), Some(hint.to_owned()), 1)
+            }
             other => Self::image(other.to_string(), None, 1),
         }
     }
