@@ -12,6 +12,7 @@ use longhaul_libvirt::Connection;
 use longhaul_libvirt::domain::DomainState;
 use longhaul_libvirt::migration::Flags;
 use longhaul_protocol::guest::GuestDescription;
+use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -57,7 +58,16 @@ impl Stage {
 
     /// The guest's files on a host.
     pub(crate) fn files(&self, host: usize) -> KernelFiles {
-        KernelFiles::make_with_history(self.lab.hosts()[host].folder()).unwrap()
+        let folder = self.lab.hosts()[host].folder();
+        let mut files = KernelFiles::make_with_history(folder).unwrap();
+        // libvirt gives it to its QEMU's account. One that is killed while it does so leaves a file
+        // that it gives to nobody any more.
+        let kernel = folder.join("vmlinuz");
+        if !kernel.exists() {
+            fs::copy(&files.kernel, &kernel).unwrap();
+        }
+        files.kernel = kernel;
+        files
     }
 
     /// Starts an agent on each host.
