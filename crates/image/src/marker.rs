@@ -67,11 +67,11 @@ impl Owner {
 
     /// Returns whether this process is it.
     fn is_this_process(&self) -> bool {
-        let this = Self::this_process();
-        !self.boot.is_empty()
-            && (&self.host, &self.boot, &self.pid_namespace)
-                == (&this.host, &this.boot, &this.pid_namespace)
-            && (self.pid, &self.started) == (this.pid, &this.started)
+        let this = Self {
+            since_unix_s: self.since_unix_s,
+            ..Self::this_process()
+        };
+        !self.boot.is_empty() && *self == this
     }
 
     /// Returns whether it has ended for certain, as far as this host can know.
