@@ -15,11 +15,17 @@ use longhaul_protocol::guest::Nic;
 use std::fs;
 use std::path::Path;
 
-/// Returns all that a command says at the first host.
-fn said(product: &Product, words: &[&str]) -> String {
-    let mut command = product.agent(0).unwrap().command().unwrap();
+/// Returns all that a command says at a host.
+pub(crate) fn said(product: &Product, host: usize, words: &[&str]) -> String {
+    let mut command = product.agent(host).unwrap().command().unwrap();
     let said = command.args(words).output().unwrap();
     String::from_utf8([said.stdout, said.stderr].concat()).unwrap()
+}
+
+/// Returns a text without its line breaks.
+pub(crate) fn in_one_line(text: &str) -> String {
+    let words: Vec<&str> = text.split_whitespace().collect();
+    words.join(" ")
 }
 
 #[test]
@@ -146,12 +152,7 @@ pub(crate) fn everything_moves_there_and_back(release: Release) {
     let swtpm = Path::new("/usr/bin/swtpm");
     for (hidden, expected) in [(true, "install swtpm"), (false, "To go:")] {
         stage.daemons[1].hide(swtpm, hidden).unwrap();
-        let mut plan = product.agent(0).unwrap().command().unwrap();
-        let plan = plan
-            .args(["plan", GUEST, "--to", "paris"])
-            .output()
-            .unwrap();
-        let plan = String::from_utf8([plan.stdout, plan.stderr].concat()).unwrap();
+        let plan = said(&product, 0, &["plan", GUEST, "--to", "paris"]);
         assert!(plan.contains(expected), "{plan}");
     }
     // libvirt 9.0 leaves it to the kernel's setting whether memory can follow.
@@ -217,10 +218,8 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
         let expected = "libvirt is older than 10.1, so the guest's QEMU cannot use userfaultfd";
         for [what, strategy] in [["plan", "postcopy"], ["migrate", "hybrid"]] {
             let words = [what, GUEST, "--to", "paris", "--strategy", strategy];
-            let refused = said(&product, &words);
-            // A plan breaks its lines.
-            let joined: Vec<&str> = refused.split_whitespace().collect();
-            assert!(joined.join(" ").contains(expected), "{refused}");
+            let refused = said(&product, 0, &words);
+            assert!(in_one_line(&refused).contains(expected), "{refused}");
         }
     }
     // A domain whose files have no names here.
@@ -234,11 +233,11 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
         &["plan", "other", "--to", "paris"],
         &["migrate", "other", "--to", "paris"],
     ] {
-        let text = said(&product, words);
+        let text = said(&product, 0, words);
         assert!(text.contains("[kernels.NAME]"), "{words:?}: {text}");
     }
     // What libvirt at the destination lacks.
-    let plan = |product: &Product| said(product, &["plan", GUEST, "--to", "paris"]);
+    let plan = |product: &Product| said(product, 0, &["plan", GUEST, "--to", "paris"]);
     let qemu = installed::qemu(stage.release.qemu()).unwrap();
     stage.daemons[1].hide(&qemu, true).unwrap();
     let without = plan(&product);
@@ -273,9 +272,9 @@ fn what_keeps_a_domain_from_moving_is_said_before() {
     fs::remove_file(&after).unwrap();
     let why = moving.unwrap().finish(LIMIT).unwrap();
     assert!(why.why().contains("not executable"), "{}", why.why());
-    let stop = said(&product, &["guests", "stop", GUEST]);
+    let stop = said(&product, 0, &["guests", "stop", GUEST]);
     assert!(stop.contains("virsh shutdown"), "{stop}");
-    let tracks = said(&product, &["guests", "track-writes", GUEST]);
+    let tracks = said(&product, 0, &["guests", "track-writes", GUEST]);
     assert!(tracks.contains("not tracked yet"), "{tracks}");
     let running = Some(DomainState::Running);
     assert_eq!(stage.states(), [running, None]);

@@ -1,5 +1,6 @@
 //! Domains whose memory follows when they run at the destination.
 
+use crate::agents::{in_one_line, said};
 use crate::deaths;
 use crate::monitor::Monitor;
 use crate::stage::{GUEST, LIMIT, LINK, Stage};
@@ -132,13 +133,9 @@ fn memory_follows_a_domain_there_and_back() {
         stage.daemons[0].configure_qemu(list).unwrap();
         stage.daemons[0].restart(&stage.lab.hosts()[0]).unwrap();
         let words = ["plan", GUEST, "--to", "lyon", "--strategy", "postcopy"];
-        let mut plan = product.agent(1).unwrap().command().unwrap();
-        let plan = plan.args(words).output().unwrap();
-        let plan = String::from_utf8([plan.stdout, plan.stderr].concat()).unwrap();
-        // It breaks its lines.
-        let joined: Vec<&str> = plan.split_whitespace().collect();
+        let plan = said(&product, 1, &words);
         let expected = "cgroup_device_acl in libvirt's qemu.conf does not list /dev/userfaultfd";
-        assert!(joined.join(" ").contains(expected), "{plan}");
+        assert!(in_one_line(&plan).contains(expected), "{plan}");
         let moving = product.migrate(1, GUEST, &stage.lab.hosts()[0], &[]);
         let finished = moving.unwrap().finish(LIMIT).unwrap();
         assert!(finished.completed(), "{}", finished.why());

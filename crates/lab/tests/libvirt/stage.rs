@@ -60,8 +60,8 @@ impl Stage {
     pub(crate) fn files(&self, host: usize) -> KernelFiles {
         let folder = self.lab.hosts()[host].folder();
         let mut files = KernelFiles::make_with_history(folder).unwrap();
-        // libvirt gives it to its QEMU's account. One that is killed while it does so leaves a file
-        // that it gives to nobody any more.
+        // libvirt gives it to its QEMU's account, and counts its users in it. Daemons that tests
+        // kill must not share it.
         let kernel = folder.join("vmlinuz");
         if !kernel.exists() {
             fs::copy(&files.kernel, &kernel).unwrap();
