@@ -127,6 +127,7 @@ mod tests {
             assert_eq!(read_version(nothing), None, "{nothing:?}");
         }
     }
+
     #[test]
     fn lists_of_devices_are_read() {
         let list = "cgroup_device_acl = [\n  \"/dev/null\", \"/dev/kvm\", # , \"/dev/a\"\n]\n";
